@@ -1,0 +1,38 @@
+"""Options shared by every layer: names of dtypes and devices, and friendly errors for unknown names."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from paceline.errors import ConfigError
+
+DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """The known name closest to `name` in spelling."""
+    names = list(known)
+    return (difflib.get_close_matches(name, names, n=1, cutoff=0.0) or names[:1] or [""])[0]
+
+
+def check_known(kind: str, name: str, known: Iterable[str]) -> None:
+    """Raise ConfigError naming the nearest known name unless `name` is known."""
+    names = sorted(known)
+    if name not in names:
+        raise ConfigError(
+            f"unknown {kind} {name!r}: did you mean {nearest_name(name, names)!r}? Known: {', '.join(names)}"
+        )
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """The torch dtype behind `fp32`, `bf16` or `fp16`."""
+    check_known("dtype", name, DTYPES)
+    return DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`fp32`, `bf16` or `fp16`; other dtypes by torch's own name."""
+    return next((name for name, known in DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))

@@ -1,0 +1,190 @@
+"""Keys and values of the running sequences, preallocated and written in place.
+
+All calls that Hugging Face models make on their cache land in `KVCache.update`; that API moves between releases
+(`past_key_values` became `cache`), so nothing else in the project touches it.
+
+One tensor holds the keys and values of all layers that share a shape: [G, slots, H, S, D], G counting (layer, key or
+value) pairs. A sequence owns one slot. Compacting an accepted path or moving a sequence to another slot is then one
+indexed copy per shape, not two per layer, and a forward reads plain views: nothing is concatenated or cloned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from paceline.errors import IncompatibleModelError
+
+BLOCK_LEN = 128
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Heads and head sizes of one layer's keys and values."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(slots=True)
+class WriteWindow:
+    """Where the forward in flight writes: consecutive slots, one start position each.
+
+    Attributes:
+        first_slot: slot of row 0 of the batch.
+        starts: cached length of each row.
+        num_tokens: tokens per row, padding included.
+        view_len: positions that attention reads.
+        positions: int64 [B, T] when the starts differ, else None.
+    """
+
+    first_slot: int
+    starts: Seq[int]
+    num_tokens: int
+    view_len: int
+    positions: Tensor | None
+    rows: Tensor | None
+
+
+class ShapeRecorder(Cache):  # type: ignore[misc]
+    """Stand-in cache of the very first forward: notes each layer's shapes and stores nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.shapes: dict[int, LayerShape] = {}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Note the shapes of a layer and hand its states back (signature is Hugging Face's)."""
+        self.shapes[layer_idx] = LayerShape(key_states.shape[1], key_states.shape[3], value_states.shape[3])
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Nothing is ever stored."""
+        return 0
+
+
+class KVCache(Cache):  # type: ignore[misc]
+    """Slots of preallocated keys and values; see the module docstring for the layout."""
+
+    def __init__(self, shapes: dict[int, LayerShape], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(layers=[])
+        if sorted(shapes) != list(range(len(shapes))) or not shapes:
+            raise IncompatibleModelError(
+                f"only layers {sorted(shapes)} keep keys and values: every layer must, for a draft tree to be "
+                "rolled back (linear-attention and state-space layers cannot)"
+            )
+        self._dtype, self._device = dtype, device
+        # (heads, size) -> members; a member is (layer, is_value).
+        self._members: dict[tuple[int, int], list[tuple[int, bool]]] = {}
+        for layer, shape in shapes.items():
+            self._members.setdefault((shape.num_heads, shape.key_dim), []).append((layer, False))
+            self._members.setdefault((shape.num_heads, shape.value_dim), []).append((layer, True))
+        self._buffers: dict[tuple[int, int], Tensor] = {}
+        self._keys: list[Tensor] = [torch.empty(0)] * len(shapes)
+        self._values: list[Tensor] = [torch.empty(0)] * len(shapes)
+        self._window: WriteWindow | None = None
+        self.num_slots = 0
+        self.capacity = 0
+        self.reserve(1, 1)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held by all buffers."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
+
+    def reserve(self, num_slots: int, length: int) -> None:
+        """Make room for `num_slots` sequences of `length` tokens, in whole blocks; existing contents stay."""
+        num_slots = max(num_slots, self.num_slots)
+        capacity = max(self.capacity, -(-length // BLOCK_LEN) * BLOCK_LEN)
+        if (num_slots, capacity) == (self.num_slots, self.capacity):
+            return
+        for shape, members in self._members.items():
+            num_heads, size = shape
+            # Zeros, not empty: attention multiplies masked positions by exactly 0, and 0 * NaN would be NaN.
+            grown = torch.zeros(
+                len(members), num_slots, num_heads, capacity, size, dtype=self._dtype, device=self._device
+            )
+            if shape in self._buffers:
+                grown[:, : self.num_slots, :, : self.capacity] = self._buffers[shape]
+            self._buffers[shape] = grown
+            for number, (layer, is_value) in enumerate(members):
+                (self._values if is_value else self._keys)[layer] = grown[number]
+        self.num_slots, self.capacity = num_slots, capacity
+
+    def open_window(self, first_slot: int, starts: Seq[int], num_tokens: int) -> int:
+        """Announce the next forward: rows `first_slot...` each write `num_tokens` at their own start.
+
+        Returns:
+            The number of positions that attention will read (the width of the mask).
+        """
+        view_len = max(starts) + num_tokens
+        self.reserve(first_slot + len(starts), view_len)
+        positions = rows = None
+        if min(starts) != max(starts):
+            offsets = torch.arange(num_tokens, device=self._device)
+            positions = torch.tensor(starts, device=self._device)[:, None] + offsets
+            rows = torch.arange(len(starts), device=self._device)[:, None]
+        self._window = WriteWindow(first_slot, starts, num_tokens, view_len, positions, rows)
+        return view_len
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write a layer's new states in place and return views over all positions (signature is Hugging Face's).
+
+        Args:
+            key_states: [B, H, T, D].
+            value_states: [B, H, T, D].
+            layer_idx: which layer.
+            args: cache arguments of older releases, not needed here.
+            kwargs: cache arguments of newer releases, not needed here.
+        """
+        window = self._window
+        if window is None:
+            raise IncompatibleModelError("the model wrote to its cache outside of a paceline forward")
+        return (
+            self._write(self._keys[layer_idx], key_states, window),
+            self._write(self._values[layer_idx], value_states, window),
+        )
+
+    def _write(self, layer_buffer: Tensor, states: Tensor, window: WriteWindow) -> Tensor:
+        """Copy `states` [B, H, T, D] into the window's slots; return the readable view [B, H, S, D]."""
+        slots = layer_buffer[window.first_slot : window.first_slot + states.shape[0]]
+        if window.positions is None:
+            start = window.starts[0]
+            slots[:, :, start : start + window.num_tokens] = states
+        else:
+            slots.transpose(1, 2)[window.rows, window.positions] = states.transpose(1, 2)
+        return slots[:, :, : window.view_len]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Cached length of the window's first row (models ask for it when they build positions themselves)."""
+        return 0 if self._window is None else self._window.starts[0]
+
+    def compact(self, slot: int, start: int, path: Seq[int]) -> None:
+        """Move the tree nodes `path` of a slot to consecutive positions.
+
+        Args:
+            slot: whose cache.
+            start: position of the tree's root.
+            path: kept nodes, parents first; node i was written at `start + i`.
+        """
+        if list(path) == list(range(1, len(path) + 1)):
+            return
+        source = torch.tensor(path, device=self._device) + start
+        for buffer in self._buffers.values():
+            lane = buffer[:, slot]
+            lane[:, :, start + 1 : start + 1 + len(path)] = lane.index_select(2, source)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of slot `source` over slot `target`."""
+        for buffer in self._buffers.values():
+            buffer[:, target, :, :length] = buffer[:, source, :, :length]

@@ -1,0 +1,63 @@
+"""Plug points by name: built-in values as dotted paths, others through entry points.
+
+A package adds a drafter or a verifier by declaring an entry point in the group `paceline.drafters` or
+`paceline.verifiers`; nothing is imported before it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.metadata import entry_points
+from types import MappingProxyType
+
+from paceline.config import check_known
+from paceline.errors import ConfigError
+
+DRAFTERS: Mapping[str, str] = MappingProxyType(
+    {
+        "none": "paceline.drafters.none:NoDrafter",
+        "prompt_lookup": "paceline.drafters.prompt_lookup:PromptLookupDrafter",
+        "phrase": "paceline.drafters.phrase:PhraseDrafter",
+    }
+)
+VERIFIERS: Mapping[str, str] = MappingProxyType(
+    {
+        "greedy": "paceline.verifiers.greedy:GreedyVerifier",
+        "sampling": "paceline.verifiers.sampling:SamplingVerifier",
+    }
+)
+
+
+def drafter_names() -> list[str]:
+    """Names of all drafters that can be asked for, sorted."""
+    return sorted(_paths("paceline.drafters", DRAFTERS))
+
+
+def verifier_names() -> list[str]:
+    """Names of all verifiers that can be asked for, sorted."""
+    return sorted(_paths("paceline.verifiers", VERIFIERS))
+
+
+def drafter_class(name: str) -> type:
+    """The drafter class registered as `name`; ConfigError names the nearest known one."""
+    return _resolve("drafter", name, _paths("paceline.drafters", DRAFTERS))
+
+
+def verifier_class(name: str) -> type:
+    """The verifier class registered as `name`; ConfigError names the nearest known one."""
+    return _resolve("verifier", name, _paths("paceline.verifiers", VERIFIERS))
+
+
+def _paths(group: str, builtin: Mapping[str, str]) -> dict[str, str]:
+    """Dotted path of every name of a group; built-in names cannot be replaced from outside."""
+    return {entry.name: entry.value for entry in entry_points(group=group)} | dict(builtin)
+
+
+def _resolve(kind: str, name: str, paths: Mapping[str, str]) -> type:
+    check_known(kind, name, paths)
+    module_name, _, attribute = paths[name].partition(":")
+    found = getattr(import_module(module_name), attribute, None)
+    if not isinstance(found, type):
+        raise ConfigError(f"{kind} {name!r} points to {paths[name]!r}, which is not a class")
+    return found

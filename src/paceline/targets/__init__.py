@@ -1,0 +1,1 @@
+"""Target models: where they come from and how they score draft trees."""

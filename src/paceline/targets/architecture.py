@@ -1,0 +1,124 @@
+"""What a Hugging Face model's configuration says about its attention and its output layer.
+
+Everything here is confirmed by `paceline.targets.probe` against the model's own forward before it is relied on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from paceline.errors import IncompatibleModelError, UnsupportedFeatureError
+
+# Attributes under which decoders keep their list of layers.
+LAYER_LISTS = ("layers", "h", "blocks", "decoder.layers")
+UNLIMITED_CONTEXT = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """Parts and constants of a causal LM.
+
+    Attributes:
+        base_model: the decoder, final norm included.
+        layers: its layers.
+        embedding: input embedding module.
+        embedding_scale: factor that the decoder applies to the embedding module's output.
+        lm_head: output layer (a Linear, bias included where there is one).
+        logit_scale: factor applied to its output.
+        logit_soft_cap: bound of the logits, None without.
+        layer_types: distinct attention kinds: full_attention, sliding_attention.
+        sliding_window: window of the sliding layers.
+        num_heads: query heads.
+        context_len: longest sequence.
+        is_sdpa: whether the model runs torch's scaled_dot_product_attention (else its own eager attention).
+    """
+
+    base_model: nn.Module
+    layers: Seq[nn.Module]
+    embedding: nn.Module
+    embedding_scale: float
+    lm_head: Any
+    logit_scale: float
+    logit_soft_cap: float | None
+    layer_types: tuple[str, ...]
+    sliding_window: int | None
+    num_heads: int
+    context_len: int
+    is_sdpa: bool
+
+
+def read_architecture(model: Any) -> Architecture:
+    """Find the parts of `model`; refuse what cannot verify a draft tree.
+
+    Raises:
+        IncompatibleModelError: not a decoder-only causal LM with a cache that can be gathered.
+        UnsupportedFeatureError: an attention implementation or a placement that is not offered.
+    """
+    config = getattr(model, "config", None)
+    name = type(model).__name__
+    if config is None or not hasattr(model, "get_output_embeddings"):
+        raise IncompatibleModelError(f"{name} is not a Hugging Face model: give a causal LM")
+    lm_head, base = model.get_output_embeddings(), model.base_model
+    if getattr(config, "is_encoder_decoder", False) or lm_head is None or base is model:
+        raise IncompatibleModelError(f"{name} is not a decoder-only causal LM: give one with an output layer")
+    layer_types = _layer_types(config, name, bool(getattr(model, "_is_stateful", False)))
+    implementation = getattr(config, "_attn_implementation", "eager")
+    if implementation not in ("sdpa", "eager"):
+        raise UnsupportedFeatureError(
+            f"attention implementation {implementation!r} takes no draft-tree mask: load the model with "
+            "attn_implementation='sdpa' or 'eager'"
+        )
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise UnsupportedFeatureError(f"the model lies on devices {sorted(devices)}: put it on one")
+    return Architecture(
+        base_model=base,
+        layers=_find_layers(base, name),
+        embedding=model.get_input_embeddings(),
+        embedding_scale=float(getattr(config, "embedding_multiplier", 1.0) or 1.0),
+        lm_head=lm_head,
+        logit_scale=_logit_scale(config),
+        logit_soft_cap=getattr(config, "final_logit_softcapping", None),
+        layer_types=layer_types,
+        sliding_window=getattr(config, "sliding_window", None),
+        num_heads=int(config.num_attention_heads),
+        context_len=int(getattr(config, "max_position_embeddings", 0) or UNLIMITED_CONTEXT),
+        is_sdpa=implementation == "sdpa",
+    )
+
+
+def _layer_types(config: Any, name: str, is_stateful: bool) -> tuple[str, ...]:
+    """Distinct attention kinds of the model's layers, sorted."""
+    declared = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    if declared is None:
+        declared = ["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"]
+    kinds = tuple(sorted(set(declared)))
+    foreign = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
+    if foreign or is_stateful:
+        raise IncompatibleModelError(
+            f"{name} has layers of type {', '.join(foreign) or 'recurrent state'}: their state cannot be rolled "
+            "back to an accepted path; only full and sliding-window attention can"
+        )
+    return kinds
+
+
+def _logit_scale(config: Any) -> float:
+    """Granite divides its logits by `logits_scaling`; Cohere multiplies them by `logit_scale`."""
+    divisor = getattr(config, "logits_scaling", None)
+    factor = getattr(config, "logit_scale", None)
+    return float(factor or 1.0) / float(divisor or 1.0)
+
+
+def _find_layers(base: Any, name: str) -> Seq[nn.Module]:
+    """The decoder's list of layers."""
+    for path in LAYER_LISTS:
+        found = base
+        for attribute in path.split("."):
+            found = getattr(found, attribute, None)
+        if isinstance(found, nn.ModuleList) and len(found):
+            return list(found)
+    raise IncompatibleModelError(f"{name} keeps its layers under none of {', '.join(LAYER_LISTS)}")
