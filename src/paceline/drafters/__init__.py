@@ -1,0 +1,1 @@
+"""Drafters: one algorithm a file, each proposing draft trees."""

@@ -1,0 +1,1 @@
+"""Verifiers: which drafted tokens are kept."""
