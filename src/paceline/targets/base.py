@@ -70,6 +70,9 @@ class TargetOutput:
 class TargetModel(Protocol):
     """A frozen model that scores draft trees. `cached_len(s) == len(s) - 1` holds between rounds."""
 
+    fingerprint: str
+    """Identifies weights and tokenizer; empty when unknown."""
+
     @property
     def vocab_size(self) -> int:
         """Rows of the output layer."""

@@ -31,6 +31,7 @@ class HuggingFaceTarget:
 
     Args:
         model: a causal LM on one device, attention implementation `sdpa` or `eager`.
+        fingerprint: identifies weights and tokenizer (`targets.loading.target_fingerprint`); heads are matched by it.
         check: compare against the model's own forward first (a few short forwards).
 
     Raises:
@@ -38,7 +39,8 @@ class HuggingFaceTarget:
         UnsupportedFeatureError: its attention implementation or placement is not supported.
     """
 
-    def __init__(self, model: nn.Module, *, check: bool = True) -> None:
+    def __init__(self, model: nn.Module, *, fingerprint: str = "", check: bool = True) -> None:
+        self.fingerprint = fingerprint
         self.model = model.eval().requires_grad_(False)
         self.architecture: Architecture = read_architecture(model)
         self._base: nn.Module = self.architecture.base_model

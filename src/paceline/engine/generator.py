@@ -1,0 +1,280 @@
+"""Text in, text out: what `paceline.load` returns.
+
+A `Generator` turns prompts into sequences, runs the engine until they finish and turns ids back into text. `stream`
+yields what every round added; `generate` and `generate_batch` are the same loop without the events.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from paceline.drafters.base import Drafter
+from paceline.engine.detokenizer import IncrementalDetokenizer
+from paceline.engine.speculate import RoundOutcome, SpeculativeEngine
+from paceline.engine.stats import GenerationStatistics, StatisticsRecorder
+from paceline.engine.stop_strings import StopChecker
+from paceline.errors import ConfigError, RequestError
+from paceline.sampling import SamplingParameters
+from paceline.sequence import FinishReason, Sequence, TokenLogProb
+from paceline.targets.base import TargetModel
+
+Origin = Literal["drafted", "target"]
+Prompt = str | Seq[int]
+Message = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """A finished answer.
+
+    Attributes:
+        token_ids: emitted ids, the end-of-sequence id included.
+        text: their text without special tokens; cut at a stop string.
+        finish_reason: `stop` (end of sequence or stop string) or `length`.
+        log_probs: one entry per id when asked for, else None.
+        prompt_len: tokens of the prompt.
+        statistics: rounds, acceptance and times.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    log_probs: tuple[TokenLogProb, ...] | None
+    prompt_len: int
+    statistics: GenerationStatistics
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEvent:
+    """What one round added to one answer.
+
+    Attributes:
+        text: new text; joined over all events it is the result's text.
+        token_ids: new ids.
+        origins: where each id came from: accepted draft, or the target's own choice (recovered or bonus).
+        num_draft_tokens: nodes drafted in this round.
+        result: set on the last event only.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    origins: tuple[Origin, ...]
+    num_draft_tokens: int
+    result: GenerationResult | None
+
+
+class Generator:
+    """A target, a drafter and a tokenizer, ready to answer; made by `paceline.load`.
+
+    Args:
+        target: the frozen model.
+        tokenizer: its Hugging Face tokenizer.
+        drafter: proposes the draft trees.
+        default_parameters: used when a call gives none.
+        eos_token_ids: the model's own ends.
+        verifier: registered name for every request; None chooses by temperature.
+        num_speculative_tokens: most drafted nodes per round.
+        max_batch_size: requests decoded at once.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        tokenizer: Any,
+        drafter: Drafter,
+        *,
+        default_parameters: SamplingParameters | None = None,
+        eos_token_ids: Seq[int] = (),
+        verifier: str | None = None,
+        num_speculative_tokens: int = 32,
+        max_batch_size: int = 16,
+    ) -> None:
+        self.target = target
+        self.tokenizer = tokenizer
+        self.drafter = drafter
+        self.default_parameters = default_parameters or SamplingParameters()
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.verifier = verifier
+        self.engine = SpeculativeEngine(
+            target, drafter, num_speculative_tokens=num_speculative_tokens, max_batch_size=max_batch_size
+        )
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether prompts go through a chat template (base models have none and take them raw)."""
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
+        """Token ids of a prompt.
+
+        Args:
+            prompt: text, or ids that are taken as they are.
+            raw: do not wrap the text as a user's turn of the chat template.
+        """
+        if not isinstance(prompt, str):
+            return [int(token_id) for token_id in prompt]
+        if raw or not self.has_chat_template:
+            return [int(i) for i in self.tokenizer(prompt)["input_ids"]]
+        return self.encode_chat([{"role": "user", "content": prompt}])
+
+    def encode_chat(self, messages: Seq[Message]) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's turn."""
+        if not self.has_chat_template:
+            raise RequestError("this model has no chat template: give the conversation as one raw prompt")
+        ids = self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        return [int(i) for i in ids]
+
+    def generate(
+        self, prompt: Prompt, parameters: SamplingParameters | None = None, *, raw: bool = False
+    ) -> GenerationResult:
+        """Answer one prompt."""
+        return self.generate_batch([prompt], parameters, raw=raw)[0]
+
+    def generate_batch(
+        self,
+        prompts: Seq[Prompt],
+        parameters: SamplingParameters | Seq[SamplingParameters] | None = None,
+        *,
+        raw: bool = False,
+    ) -> list[GenerationResult]:
+        """Answer several prompts at once; each answer is what the prompt alone would get.
+
+        Args:
+            prompts: texts or ids.
+            parameters: one for all, or one each.
+            raw: do not apply the chat template.
+        """
+        if parameters is None or isinstance(parameters, SamplingParameters):
+            parameters = [parameters or self.default_parameters] * len(prompts)
+        if len(parameters) != len(prompts):
+            raise RequestError(f"{len(parameters)} parameters for {len(prompts)} prompts: give one each")
+        answers = [
+            self.open(self.encode(prompt, raw=raw), own)
+            for prompt, own in zip(prompts, parameters, strict=True)
+        ]
+        results: dict[int, GenerationResult] = {}
+        for event in self._run(answers):
+            if event.event.result is not None:
+                results[event.index] = event.event.result
+        return [results[i] for i in range(len(prompts))]
+
+    def stream(
+        self, prompt: Prompt, parameters: SamplingParameters | None = None, *, raw: bool = False
+    ) -> Iterator[StreamEvent]:
+        """Answer one prompt, an event per round; closing the iterator cancels the request."""
+        answer = self.open(self.encode(prompt, raw=raw), parameters or self.default_parameters)
+        for indexed in self._run([answer]):
+            yield indexed.event
+
+    def chat(
+        self, messages: Seq[Message], parameters: SamplingParameters | None = None
+    ) -> GenerationResult:
+        """Answer a conversation of `{"role", "content"}` messages."""
+        return self.generate(self.encode_chat(messages), parameters)
+
+    def open(
+        self,
+        prompt_ids: list[int],
+        parameters: SamplingParameters,
+        *,
+        former: Answer | None = None,
+        keeps_cache: bool = False,
+    ) -> Answer:
+        """Submit one prompt to the engine (the server and the conversation build on this).
+
+        Args:
+            prompt_ids: the prompt.
+            parameters: how to answer it.
+            former: finished answer, opened with `keeps_cache`, whose cache is reused as far as the ids agree.
+            keeps_cache: keep the cache after the end until it is reused or released.
+        """
+        bad = next((i for i in prompt_ids if not 0 <= i < self.target.vocab_size), None)
+        if bad is not None:
+            raise RequestError(f"prompt token id {bad} is not in [0, {self.target.vocab_size})")
+        eos = parameters.eos_token_ids
+        checker = StopChecker(self.tokenizer, parameters.stop) if parameters.stop else None
+        sequence = Sequence(
+            prompt_ids,
+            parameters,
+            self.eos_token_ids if eos is None else frozenset(eos),
+            self.target.context_len,
+            seed=secrets.randbits(63) if parameters.seed is None else parameters.seed,
+            find_stop=checker.find_stop if checker else None,
+        )
+        self.engine.submit(
+            sequence,
+            verifier=self.verifier,
+            former=former.sequence if former else None,
+            keeps_cache=keeps_cache,
+        )
+        return Answer(sequence, self.tokenizer)
+
+    def _run(self, answers: list[Answer]) -> Iterator[IndexedEvent]:
+        """Advance the engine until the given answers are complete."""
+        indices = {answer.sequence: index for index, answer in enumerate(answers)}
+        try:
+            while any(not answer.sequence.is_finished for answer in answers):
+                for outcome in self.engine.round():
+                    index = indices.get(outcome.sequence)
+                    if index is not None:
+                        yield IndexedEvent(index, answers[index].advance(outcome))
+        finally:
+            for answer in answers:
+                if not answer.sequence.is_finished:
+                    self.engine.release(answer.sequence)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedEvent:
+    """An event and the number of the prompt it belongs to."""
+
+    index: int
+    event: StreamEvent
+
+
+class Answer:
+    """An answer in the making: its sequence, its text so far and its statistics."""
+
+    def __init__(self, sequence: Sequence, tokenizer: Any) -> None:
+        self.sequence = sequence
+        parameters = sequence.parameters
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, stop=parameters.stop, include_stop_string=parameters.include_stop_string
+        )
+        self._recorder = StatisticsRecorder()
+        self._text: list[str] = []
+
+    def advance(self, outcome: RoundOutcome) -> StreamEvent:
+        """Turn a round of this answer into an event."""
+        result = outcome.result
+        ids = result.emitted_ids
+        self._recorder.record(outcome.tree, result, outcome.timing)
+        text = self._detokenizer.push(ids)
+        if self.sequence.is_finished:
+            text += self._detokenizer.finish()
+        self._text.append(text)
+        num_accepted = len(result.accepted_ids)
+        origins: tuple[Origin, ...] = tuple("drafted" if i < num_accepted else "target" for i in range(len(ids)))
+        return StreamEvent(
+            text, ids, origins, outcome.tree.num_draft_tokens, self._result() if self.sequence.is_finished else None
+        )
+
+    def _result(self) -> GenerationResult:
+        """The finished answer."""
+        sequence = self.sequence
+        reason = sequence.finish_reason
+        if reason is None:
+            raise ConfigError("the answer is not finished: run the engine until it is")
+        return GenerationResult(
+            token_ids=tuple(sequence.output_ids),
+            text="".join(self._text),
+            finish_reason=reason,
+            log_probs=tuple(sequence.log_probs) if sequence.parameters.logprobs is not None else None,
+            prompt_len=len(sequence.prompt_ids),
+            statistics=self._recorder.statistics(),
+        )

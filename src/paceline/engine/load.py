@@ -1,0 +1,122 @@
+"""`paceline.load`: from a name, a folder or a model in memory to a Generator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import ConfigError, UnsupportedFeatureError
+from paceline.registry import drafter_class, verifier_class
+from paceline.sampling import SamplingParameters
+
+if TYPE_CHECKING:
+    from paceline.engine.generator import Generator
+
+
+def load(
+    target: str | Path | None = None,
+    *,
+    model: Any = None,
+    tokenizer: Any = None,
+    drafter: str = "phrase",
+    head: str | Path | None = None,
+    verifier: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    num_speculative_tokens: int = 32,
+    max_batch_size: int = 16,
+    trust_remote_code: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Generator:
+    """Make a frozen model ready to answer.
+
+    Args:
+        target: alias (`smollm2`, `gemma3-270m`), local folder, GGUF file or Hub id.
+        model: a Hugging Face causal LM already in memory, instead of `target`; it is shared, not copied.
+        tokenizer: its tokenizer.
+        drafter: registered drafter: `none`, `prompt_lookup`, `phrase`.
+        head: folder of a trained head; by default the shipped head for this target.
+        verifier: registered verifier; by default `greedy` at temperature 0 and `sampling` above.
+        dtype: `auto`, `fp32`, `bf16` or `fp16`.
+        device: `auto`, `cpu`, `cuda` or `mps`.
+        num_speculative_tokens: most drafted nodes per round and sequence.
+        max_batch_size: requests decoded at once.
+        trust_remote_code: allow code from the model's repository.
+        progress: called with a line when something takes long (first conversion of a GGUF).
+
+    Raises:
+        PacelineError: the target, the drafter or the head cannot be used; the message says why.
+    """
+    from paceline.engine.generator import Generator
+    from paceline.targets.huggingface import HuggingFaceTarget
+    from paceline.targets.loading import load_model, target_fingerprint
+    from paceline.targets.sources import resolve_target
+
+    if (target is None) == (model is None):
+        raise ConfigError("give either a target's name or a model in memory (model=, tokenizer=), not both")
+    build_drafter = drafter_class(drafter)
+    if verifier is not None:
+        verifier_class(verifier)
+    if model is None:
+        loaded = load_model(
+            resolve_target(str(target), progress=progress),
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+        )
+        model, tokenizer = loaded.model, loaded.tokenizer
+    else:
+        _check_model_in_memory(model, tokenizer, dtype, device)
+    frozen = HuggingFaceTarget(model, fingerprint=target_fingerprint(model, tokenizer))
+    return Generator(
+        frozen,
+        tokenizer,
+        build_drafter.build(frozen, None if head is None else Path(head), num_speculative_tokens),
+        default_parameters=default_parameters(model),
+        eos_token_ids=eos_token_ids(model, tokenizer),
+        verifier=verifier,
+        num_speculative_tokens=num_speculative_tokens,
+        max_batch_size=max_batch_size,
+    )
+
+
+def _check_model_in_memory(model: Any, tokenizer: Any, dtype: str, device: str) -> None:
+    """A model in memory stays as it is: options that would convert or move it are refused."""
+    if tokenizer is None:
+        raise ConfigError("a model in memory needs its tokenizer: give tokenizer=")
+    if dtype != "auto" or device != "auto":
+        raise ConfigError(f"dtype={dtype!r}, device={device!r}: a model in memory keeps its own; leave both at 'auto'")
+    if getattr(model, "peft_config", None):
+        raise UnsupportedFeatureError("adapters that can be swapped (LoRA) are not supported: merge them first")
+
+
+def default_parameters(model: Any) -> SamplingParameters:
+    """Sampling parameters that the model's `generation_config` asks for; greedy unless it says `do_sample`."""
+    config = getattr(model, "generation_config", None)
+    if config is None:
+        return SamplingParameters()
+    changes: dict[str, object] = {}
+    if getattr(config, "repetition_penalty", None) not in (None, 1.0):
+        changes["repetition_penalty"] = float(config.repetition_penalty)
+    if getattr(config, "no_repeat_ngram_size", None):
+        changes["no_repeat_ngram_size"] = int(config.no_repeat_ngram_size)
+    if getattr(config, "do_sample", False):
+        changes["temperature"] = float(1.0 if config.temperature is None else config.temperature)
+        changes["top_k"] = int(getattr(config, "top_k", 0) or 0)
+        changes["top_p"] = float(1.0 if config.top_p is None else config.top_p)
+        changes["min_p"] = float(getattr(config, "min_p", 0.0) or 0.0)
+    if getattr(config, "num_beams", 1) not in (None, 1):
+        raise UnsupportedFeatureError(f"generation_config asks for {config.num_beams} beams: paceline decodes one")
+    return SamplingParameters().updated(changes)
+
+
+def eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Ids that end a text: the generation config's, else the model's, else the tokenizer's; possibly none."""
+    for owner in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
+        found = getattr(owner, "eos_token_id", None)
+        if isinstance(found, int):
+            return [found]
+        if found:
+            return [int(i) for i in found]
+    return []

@@ -1,0 +1,309 @@
+"""The round: draft, verify, accept, commit. Read this file first.
+
+One `SpeculativeEngine.round()` advances every running sequence by one verified draft tree:
+
+1. `drafter.propose` guesses a tree per sequence; its root is the newest committed token.
+2. `target.forward` scores all trees at once (and prompt chunks of sequences that just arrived).
+3. processors apply penalties and bans to every node, each with its own history.
+4. the verifier keeps a path and adds the target's own next token.
+5. `sequence.accept` trims that at the first stop condition; cache, drafter and statistics see the trimmed result.
+
+Drafter `none` proposes root-only trees, so plain decoding is this same loop.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from paceline.drafters.base import Drafter
+from paceline.engine.log_probs import token_log_probs
+from paceline.engine.processors import TreeProcessor, build_processors
+from paceline.engine.stats import RoundTiming
+from paceline.errors import ConfigError
+from paceline.registry import verifier_class
+from paceline.sequence import Segment, Sequence, VerifyResult
+from paceline.targets.base import TargetModel
+from paceline.tree import DraftTree
+from paceline.verifiers.base import Verifier
+
+PREFILL_CHUNK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOutcome:
+    """What one round did for one sequence.
+
+    Attributes:
+        sequence: advanced by the round.
+        tree: what was drafted.
+        result: what was kept, trimmed at stops.
+        timing: seconds of the whole forward group and its size.
+    """
+
+    sequence: Sequence
+    tree: DraftTree
+    result: VerifyResult
+    timing: RoundTiming
+
+
+@dataclass(slots=True)
+class _Running:
+    """What the engine remembers of a sequence between rounds."""
+
+    verifier: str
+    processors: list[TreeProcessor]
+    keeps_cache: bool
+
+
+class SpeculativeEngine:
+    """Advances a list of sequences round by round on one target and one drafter.
+
+    Args:
+        target: the frozen model.
+        drafter: proposes the trees.
+        num_speculative_tokens: most drafted nodes per sequence and round.
+        max_batch_size: sequences that run at once; others wait in order.
+        prefill_chunk: most prompt tokens of one forward.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter,
+        *,
+        num_speculative_tokens: int = 32,
+        max_batch_size: int = 16,
+        prefill_chunk: int = PREFILL_CHUNK,
+    ) -> None:
+        for name, value, least in (
+            ("num_speculative_tokens", num_speculative_tokens, 0),
+            ("max_batch_size", max_batch_size, 1),
+            ("prefill_chunk", prefill_chunk, 1),
+        ):
+            if value < least:
+                raise ConfigError(f"{name} is {value}: it must be at least {least}")
+        self.target = target
+        self.drafter = drafter
+        self.num_speculative_tokens = num_speculative_tokens
+        self.max_batch_size = max_batch_size
+        self.prefill_chunk = prefill_chunk
+        self._waiting: deque[Sequence] = deque()
+        self._running: dict[Sequence, _Running] = {}
+        self._submitted: dict[Sequence, _Running] = {}
+        self._verifiers: dict[str, Verifier] = {}
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is running or waiting."""
+        return bool(self._running or self._waiting)
+
+    def submit(
+        self,
+        sequence: Sequence,
+        *,
+        verifier: str | None = None,
+        former: Sequence | None = None,
+        keeps_cache: bool = False,
+    ) -> None:
+        """Queue a sequence.
+
+        Args:
+            sequence: a new one.
+            verifier: registered name; by default `greedy` at temperature 0 and `sampling` above.
+            former: finished sequence submitted with `keeps_cache`, whose cache is reused as far as the tokens agree.
+            keeps_cache: keep keys and values after the end, for a later `former`, until `release`.
+        """
+        name = verifier or ("greedy" if sequence.parameters.is_greedy else "sampling")
+        if name not in self._verifiers:
+            self._verifiers[name] = verifier_class(name)()
+        self._verifiers[name].check(sequence)
+        if former is not None:
+            self.target.adopt(sequence, former)
+            self.drafter.release(former)
+        processors = build_processors(sequence, self.target.vocab_size, self.target.device)
+        self._submitted[sequence] = _Running(name, processors, keeps_cache)
+        self._waiting.append(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Forget a sequence at any time: cancelled, or finished with its cache kept."""
+        if sequence in self._submitted:
+            self._waiting.remove(sequence)
+            del self._submitted[sequence]
+        self._running.pop(sequence, None)
+        self.target.release(sequence)
+        self.drafter.release(sequence)
+        for verifier in self._verifiers.values():
+            verifier.release(sequence)
+
+    @torch.inference_mode()
+    def round(self) -> list[RoundOutcome]:
+        """Advance every running sequence once.
+
+        Returns:
+            One outcome per sequence that emitted tokens; sequences still inside a long prompt emit none.
+        """
+        while self._waiting and len(self._running) < self.max_batch_size:
+            sequence = self._waiting.popleft()
+            self._running[sequence] = self._submitted.pop(sequence)
+        outcomes: list[RoundOutcome] = []
+        arriving = [s for s in self._running if self._num_pending(s)]
+        decoding = [s for s in self._running if not self._num_pending(s)]
+        for group in self._prefill_groups(arriving):
+            outcomes += self._advance(group)
+        if decoding:
+            outcomes += self._advance(decoding)
+        for outcome in outcomes:
+            if outcome.sequence.is_finished:
+                self._finish(outcome.sequence)
+        return outcomes
+
+    def _num_pending(self, sequence: Sequence) -> int:
+        """Committed tokens in front of the root that are not cached yet."""
+        return len(sequence) - 1 - self.target.cached_len(sequence)
+
+    def _prefill_groups(self, arriving: list[Sequence]) -> list[list[Sequence]]:
+        """Split arriving sequences so that one padded forward holds at most `prefill_chunk` prompt tokens."""
+        groups: list[list[Sequence]] = []
+        widest = 0
+        for sequence in arriving:
+            width = min(self._num_pending(sequence), self.prefill_chunk)
+            if groups and max(widest, width) * (len(groups[-1]) + 1) <= self.prefill_chunk:
+                groups[-1].append(sequence)
+                widest = max(widest, width)
+            else:
+                groups.append([sequence])
+                widest = width
+        return groups
+
+    def _advance(self, group: list[Sequence]) -> list[RoundOutcome]:
+        """Draft, forward and verify one group; prompt chunks that are not the last only fill the cache."""
+        started = perf_counter()
+        complete = [s for s in group if self._num_pending(s) <= self.prefill_chunk]
+        trees = self._draft(complete)
+        drafted = perf_counter()
+        segments = [self._segment(s, trees.get(s)) for s in group]
+        output = self.target.forward(segments, self.drafter.required_features)
+        logits = output.tree_logits() if complete else None
+        forwarded = perf_counter()
+        results = self._verify(complete, trees, logits) if logits is not None else []
+        verified = perf_counter()
+        kept = dict(zip(complete, results, strict=True))
+        trimmed: list[VerifyResult | None] = [self._accept(s, kept.get(s)) for s in group]
+        for segment, result in zip(segments, trimmed, strict=True):
+            if result is not None:
+                self.target.commit(segment.sequence, result)
+        self.drafter.observe(output, trimmed)
+        if logits is not None:
+            self._record_log_probs(complete, trees, logits, [r for r in trimmed if r is not None])
+        timing = RoundTiming(
+            draft_seconds=drafted - started,
+            forward_seconds=forwarded - drafted,
+            verify_seconds=verified - forwarded,
+            commit_seconds=perf_counter() - verified,
+            num_sequences=len(group),
+            num_rows=output.hidden.shape[0],
+        )
+        return [
+            RoundOutcome(s, trees[s], result, timing)
+            for s, result in zip(group, trimmed, strict=True)
+            if result is not None
+        ]
+
+    def _draft(self, sequences: list[Sequence]) -> dict[Sequence, DraftTree]:
+        """Trees to verify, cut to legal tokens and to the room that each sequence has left."""
+        if not sequences:
+            return {}
+        if self.num_speculative_tokens == 0:
+            return {s: DraftTree.root_only(s.last_token_id) for s in sequences}
+        proposed = self.drafter.propose(sequences, self.num_speculative_tokens)
+        trees = {}
+        for sequence, tree in zip(sequences, proposed, strict=True):
+            # A path of depth d emits up to d + 1 tokens.
+            legal = tree.without_tokens_from(self.target.vocab_size).clamp_depth(sequence.room - 1)
+            trees[sequence] = legal.take(self.num_speculative_tokens)
+        return trees
+
+    def _segment(self, sequence: Sequence, tree: DraftTree | None) -> Segment:
+        """Uncached prompt tokens, then the tree when the whole prompt fits."""
+        start = self.target.cached_len(sequence)
+        num_pending = len(sequence) - 1 - start
+        if num_pending == 0:
+            return Segment(sequence, (), tree)
+        prefix = sequence.token_ids[start : start + min(num_pending, self.prefill_chunk)]
+        return Segment(sequence, tuple(prefix), tree)
+
+    def _verify(
+        self, sequences: list[Sequence], trees: dict[Sequence, DraftTree], logits: Tensor
+    ) -> list[VerifyResult]:
+        """Process the logits of every node, then let each sequence's verifier keep a path.
+
+        `logits` itself stays as the target computed it: log-probabilities are read from it later.
+        """
+        starts = _starts([len(trees[s]) for s in sequences])
+        processed = logits
+        for sequence, start in zip(sequences, starts, strict=False):
+            processors = self._running[sequence].processors
+            if not processors:
+                continue
+            if processed is logits:
+                processed = logits.to(torch.float32, copy=True)
+            rows = processed[start : start + len(trees[sequence])]
+            for processor in processors:
+                processor.apply(rows, trees[sequence], sequence)
+        by_verifier: dict[str, list[int]] = {}
+        for index, sequence in enumerate(sequences):
+            by_verifier.setdefault(self._running[sequence].verifier, []).append(index)
+        results: dict[int, VerifyResult] = {}
+        for name, indices in by_verifier.items():
+            chosen = [sequences[i] for i in indices]
+            part = processed
+            if len(by_verifier) > 1:
+                part = torch.cat([processed[starts[i] : starts[i + 1]] for i in indices])
+            verdicts = self._verifiers[name].verify([trees[s] for s in chosen], part, chosen)
+            results.update(zip(indices, verdicts, strict=True))
+        return [results[i] for i in range(len(sequences))]
+
+    def _accept(self, sequence: Sequence, result: VerifyResult | None) -> VerifyResult | None:
+        """Add the kept tokens to the sequence and to its processors' history."""
+        if result is None:
+            return None
+        trimmed = sequence.accept(result)
+        for processor in self._running[sequence].processors:
+            processor.extend(trimmed.emitted_ids)
+        return trimmed
+
+    def _record_log_probs(
+        self,
+        sequences: list[Sequence],
+        trees: dict[Sequence, DraftTree],
+        logits: Tensor,
+        results: Seq[VerifyResult],
+    ) -> None:
+        """Append the target's own log-probability of every emitted token, where a request asks for it."""
+        starts = _starts([len(trees[s]) for s in sequences])
+        for sequence, start, result in zip(sequences, starts, results, strict=False):
+            num_top = sequence.parameters.logprobs
+            if num_top is not None:
+                rows = torch.tensor(result.rows, device=logits.device) + start
+                sequence.log_probs += token_log_probs(logits[rows], result.emitted_ids, num_top)
+
+    def _finish(self, sequence: Sequence) -> None:
+        """Stop advancing a sequence; free its cache unless it was asked to stay."""
+        if self._running[sequence].keeps_cache:
+            del self._running[sequence]
+        else:
+            self.release(sequence)
+
+
+def _starts(lengths: list[int]) -> list[int]:
+    """First row of each part, and the total at the end."""
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    return starts
