@@ -124,7 +124,7 @@ class StatisticsRecorder:
         self._commit_seconds += timing.commit_seconds
         self._last = self._clock()
 
-    def statistics(self) -> GenerationStatistics:
+    def finish(self) -> GenerationStatistics:
         """The figures so far; a request without rounds has zeros."""
         seconds = self._last - self._started
         return GenerationStatistics(
