@@ -1,0 +1,148 @@
+"""Phrase drafting: the frozen target's hidden state predicts whole phrases, all merged into one tree.
+
+After a round the drafter keeps the hidden state whose logits produced the newest token. To draft, a small
+head turns that state and the newest token's embedding into probabilities of thousands of phrases; every node
+of the phrase trie is worth the probability beneath it, and the most valuable nodes are the draft tree
+(`vocabularies/trie.py`). One head evaluation and one transfer serve all sequences.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from paceline.errors import CheckpointError, ConfigError
+from paceline.heads.checkpoint import LoadedHead, default_head, load_head
+from paceline.sequence import Sequence, VerifyResult
+from paceline.targets.base import TargetModel, TargetOutput
+from paceline.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """The vectors behind the newest token of one sequence.
+
+    Attributes:
+        vectors: [1 + feature layers, D]: last hidden state, then layer inputs.
+        num_tokens: tokens of the sequence up to and including the one whose state this is.
+    """
+
+    vectors: Tensor
+    num_tokens: int
+
+
+class PhraseDrafter:
+    """Drafts with a trained phrase head.
+
+    Args:
+        target: the model that will verify.
+        loaded: a head trained for it.
+
+    Raises:
+        CheckpointError: the head was made for a target of another shape.
+    """
+
+    def __init__(self, target: TargetModel, loaded: LoadedHead) -> None:
+        _check_fit(target, loaded)
+        self._target = target
+        self._head = loaded.head.to(target.device)
+        self._trie = loaded.vocabulary.trie
+        self.required_features: tuple[int, ...] = loaded.config.feature_layers
+        self._states: dict[Sequence, _State] = {}
+
+    @classmethod
+    def build(cls, target: TargetModel, head: Path | None, num_speculative_tokens: int) -> Self:  # noqa: ARG003
+        """Load a head folder, by default the one shipped for `target`.
+
+        Raises:
+            ConfigError: no head is given and none is shipped for this target.
+            CheckpointError: the folder is damaged or does not fit the target.
+        """
+        folder = head or default_head(target.fingerprint)
+        if folder is None:
+            raise ConfigError(
+                "no phrase head is shipped for this target: give the folder of a trained one (head), train "
+                "one with `paceline train phrase`, or use drafter 'prompt_lookup' or 'none'"
+            )
+        return cls(target, load_head(folder))
+
+    @torch.inference_mode()
+    def propose(self, sequences: Seq[Sequence], max_nodes: int) -> list[DraftTree]:
+        """The most valuable phrase nodes of every sequence; only a root where no state is known yet."""
+        trees = [DraftTree.root_only(sequence.last_token_id) for sequence in sequences]
+        ready = [i for i, sequence in enumerate(sequences) if self._is_ready(sequence)]
+        if not ready or max_nodes < 1:
+            return trees
+        probabilities = self._probabilities([sequences[i] for i in ready])
+        for i, best in zip(ready, self._trie.most_valuable(probabilities, max_nodes), strict=True):
+            trees[i] = DraftTree.from_trie_mass(
+                sequences[i].last_token_id, self._trie.token_ids, self._trie.parents, best.values, best.nodes
+            )
+        return trees
+
+    def observe(self, output: TargetOutput, results: Seq[VerifyResult | None]) -> None:
+        """Keep the state behind each sequence's newest token."""
+        rows, kept = [], []
+        for i, (segment, result) in enumerate(zip(output.segments, results, strict=True)):
+            if result is not None and not result.emitted_ids:
+                continue
+            rows.append(output.root_row(i) + (0 if result is None else result.rows[-1]))
+            kept.append(segment.sequence)
+        if not rows:
+            return
+        index = torch.tensor(rows, device=output.hidden.device)
+        layers = [output.hidden, *(output.features[layer] for layer in self.required_features)]
+        # A copy: views would keep the states of the whole forward alive.
+        vectors = torch.stack([layer[index] for layer in layers], dim=1)
+        for sequence, state, result in zip(kept, vectors, [r for r in results if r is None or r.emitted_ids]):
+            num_tokens = self._target.cached_len(sequence) if result is None else len(sequence) - 1
+            self._states[sequence] = _State(state, num_tokens)
+
+    def release(self, sequence: Sequence) -> None:
+        """Forget a sequence."""
+        self._states.pop(sequence, None)
+
+    def _is_ready(self, sequence: Sequence) -> bool:
+        """Whether the state kept is the one right before the newest token; inside a long prompt it is not."""
+        state = self._states.get(sequence)
+        return state is not None and state.num_tokens == len(sequence) - 1
+
+    def _probabilities(self, sequences: list[Sequence]) -> Tensor:
+        """[M, E] phrase probabilities on the CPU."""
+        vectors = torch.stack([self._states[sequence].vectors for sequence in sequences], dim=1)
+        newest = torch.tensor([sequence.last_token_id for sequence in sequences])
+        features = dict(zip(self.required_features, vectors[1:], strict=True))
+        inputs = self._head.join_inputs(vectors[0], self._target.embedding(newest), features)
+        return torch.softmax(self._head(inputs).float(), dim=-1).cpu()
+
+
+def _check_fit(target: TargetModel, loaded: LoadedHead) -> None:
+    """Refuse a head of the wrong shape; warn when it was trained on another model of the right shape."""
+    if loaded.config.hidden_size != target.hidden_size:
+        raise CheckpointError(
+            f"the head reads hidden states of width {loaded.config.hidden_size}, "
+            f"the target's have {target.hidden_size}"
+        )
+    outside = [layer for layer in loaded.config.feature_layers if not 0 <= layer < target.num_layers]
+    if outside:
+        raise CheckpointError(
+            f"the head reads layers {outside}, the target has layers 0 to {target.num_layers - 1}"
+        )
+    largest = max(max(ids) for ids in loaded.vocabulary.token_ids)
+    if largest >= target.vocab_size:
+        raise CheckpointError(
+            f"a phrase has token id {largest}, the target has ids 0 to {target.vocab_size - 1}"
+        )
+    trained_on = loaded.provenance.get("target_fingerprint")
+    if trained_on != target.fingerprint:
+        warnings.warn(
+            f"the head was trained for target {trained_on}, this one is {target.fingerprint}: "
+            "text stays right, but fewer tokens will be accepted",
+            stacklevel=3,
+        )

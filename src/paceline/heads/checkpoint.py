@@ -1,0 +1,252 @@
+"""Head folders: a trained head, its phrases, and where it comes from.
+
+| file | content |
+|---|---|
+| `config.json` | `head_type`, `format_version`, `head` (the fields of the head's configuration) |
+| `model.safetensors` | every parameter of the head, and nothing else |
+| `phrases.json` | its output vocabulary (`paceline.vocabularies.phrase_file`) |
+| `provenance.json` | target (`target_fingerprint`), data and settings it was trained with |
+| `README.md` | the same for people |
+
+A folder is written beside its final place and moved there when it is complete. Loading is strict: anything
+missing, superfluous or of the wrong shape is a CheckpointError, since a head with random rows drafts nonsense
+silently.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from paceline.errors import CheckpointError, ConfigError
+from paceline.heads.phrase import PhraseHead, PhraseHeadConfig
+from paceline.vocabularies.phrases import PhraseVocabulary
+
+FORMAT_VERSION = 1
+HEAD_TYPE = "phrase"
+_FILES = ("config.json", "model.safetensors", "phrases.json", "provenance.json")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedHead:
+    """A head folder in memory.
+
+    Attributes:
+        head: the network, in fp32 and in evaluation mode.
+        vocabulary: what its outputs mean.
+        config: its shape.
+        provenance: content of `provenance.json`.
+    """
+
+    head: PhraseHead
+    vocabulary: PhraseVocabulary
+    config: PhraseHeadConfig
+    provenance: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSummary:
+    """What `paceline heads` shows of a folder.
+
+    Attributes:
+        path: the folder.
+        head_type: `phrase`.
+        config: its shape.
+        num_parameters: parameters of the network.
+        num_bytes: size of the folder's files.
+        max_words: most words of a phrase.
+        provenance: content of `provenance.json`.
+    """
+
+    path: Path
+    head_type: str
+    config: PhraseHeadConfig
+    num_parameters: int
+    num_bytes: int
+    max_words: int
+    provenance: dict[str, Any]
+
+
+def save_head(
+    folder: str | Path,
+    head: PhraseHead,
+    vocabulary: PhraseVocabulary,
+    provenance: Mapping[str, Any],
+    readme: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Write a head folder; one that is there already is replaced as a whole.
+
+    Args:
+        folder: where to.
+        head: the trained network.
+        vocabulary: one phrase per output of the head.
+        provenance: JSON values; `target_fingerprint` lets a head be matched with its target.
+        readme: text of `README.md`.
+        dtype: of the stored parameters.
+
+    Raises:
+        CheckpointError: head and vocabulary do not fit together.
+    """
+    folder = Path(folder)
+    if len(vocabulary) != head.config.num_entries:
+        raise CheckpointError(
+            f"{len(vocabulary)} phrases for a head with {head.config.num_entries} outputs: give one each"
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
+        fresh = Path(scratch) / "new"
+        fresh.mkdir()
+        document = {"head_type": HEAD_TYPE, "format_version": FORMAT_VERSION, "head": asdict(head.config)}
+        _write_json(fresh / "config.json", document)
+        tensors = {
+            name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in head.state_dict().items()
+        }
+        save_file(tensors, fresh / "model.safetensors")
+        vocabulary.save(fresh / "phrases.json")
+        _write_json(fresh / "provenance.json", dict(provenance))
+        (fresh / "README.md").write_text(readme, encoding="utf-8")
+        if folder.exists():
+            folder.rename(Path(scratch) / "old")
+        fresh.rename(folder)
+
+
+def load_head(folder: str | Path) -> LoadedHead:
+    """Read a head folder.
+
+    Raises:
+        CheckpointError: it is incomplete, damaged, of another kind, or its parts do not fit together.
+    """
+    folder = Path(folder)
+    config, provenance = _read_config(folder), _read_json(folder / "provenance.json")
+    vocabulary = PhraseVocabulary.load(folder / "phrases.json")
+    if len(vocabulary) != config.num_entries:
+        raise CheckpointError(
+            f"{folder}: phrases.json has {len(vocabulary)} entries, the head has {config.num_entries}"
+        )
+    with torch.device("meta"):
+        head = PhraseHead(config)
+    head.load_state_dict(_read_tensors(folder / "model.safetensors", head), assign=True)
+    return LoadedHead(head.eval(), vocabulary, config, provenance)
+
+
+def inspect_head(folder: str | Path) -> HeadSummary:
+    """Summarise a head folder; it is loaded and thereby checked as a whole.
+
+    Raises:
+        CheckpointError: see `load_head`.
+    """
+    folder = Path(folder)
+    loaded = load_head(folder)
+    return HeadSummary(
+        path=folder,
+        head_type=HEAD_TYPE,
+        config=loaded.config,
+        num_parameters=loaded.head.num_parameters,
+        num_bytes=sum(file.stat().st_size for file in folder.iterdir() if file.is_file()),
+        max_words=loaded.vocabulary.max_words,
+        provenance=loaded.provenance,
+    )
+
+
+def pretrained_heads() -> list[Path]:
+    """Folders of the heads that are shipped with the package: `pretrained/<target>/<head>`, sorted."""
+    root = Path(__file__).parent.parent / "pretrained"
+    return sorted(file.parent for file in root.glob("*/*/config.json"))
+
+
+def default_head(target: str, head_type: str = HEAD_TYPE) -> Path | None:
+    """The shipped head for a target, if there is one; the first by name when there are several.
+
+    Args:
+        target: a target's fingerprint or its folder name below `pretrained/`.
+        head_type: kind of head wanted.
+    """
+    for folder in pretrained_heads():
+        if _read_json(folder / "config.json").get("head_type") != head_type:
+            continue
+        if target in (folder.parent.name, _read_json(folder / "provenance.json").get("target_fingerprint")):
+            return folder
+    return None
+
+
+def _read_config(folder: Path) -> PhraseHeadConfig:
+    """Check that the folder is a head that this version reads, and return its shape."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: there is no such head folder")
+    missing = [name for name in _FILES if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {', '.join(missing)} missing, a head folder has {', '.join(_FILES)}"
+        )
+    path = folder / "config.json"
+    document = _read_json(path)
+    if set(document) != {"head_type", "format_version", "head"}:
+        raise CheckpointError(
+            f"{path}: has keys {sorted(document)}, it must have head_type, format_version and head"
+        )
+    if document["head_type"] != HEAD_TYPE:
+        raise CheckpointError(f"{path}: head_type is {document['head_type']!r}, it must be {HEAD_TYPE!r}")
+    if document["format_version"] != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path}: format_version is {document['format_version']!r}, this paceline reads {FORMAT_VERSION}"
+        )
+    stored, known = document["head"], {field.name for field in fields(PhraseHeadConfig)}
+    if not isinstance(stored, dict) or set(stored) != known:
+        keys = sorted(stored) if isinstance(stored, dict) else stored
+        raise CheckpointError(f"{path}: head has {keys}, it must have exactly {sorted(known)}")
+    try:
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
+        return PhraseHeadConfig(**values)
+    except (ConfigError, TypeError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _read_tensors(path: Path, head: PhraseHead) -> dict[str, torch.Tensor]:
+    """The parameters of `head` from a file that has exactly those, as fp32."""
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read as safetensors ({error})") from error
+    wanted = {name: tuple(parameter.shape) for name, parameter in head.state_dict().items()}
+    for what, names in (
+        ("missing", wanted.keys() - tensors.keys()),
+        ("unknown", tensors.keys() - wanted.keys()),
+    ):
+        if names:
+            raise CheckpointError(
+                f"{path}: {what} tensors {sorted(names)}, it must hold exactly {sorted(wanted)}"
+            )
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != wanted[name]:
+            raise CheckpointError(
+                f"{path}: {name} has shape {tuple(tensor.shape)}, config.json asks for {wanted[name]}"
+            )
+        if not tensor.is_floating_point():
+            raise CheckpointError(f"{path}: {name} has dtype {tensor.dtype}, it must be a float")
+    return {name: tensor.to(torch.float32) for name, tensor in tensors.items()}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is not JSON ({error})") from error
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path}: is a {type(document).__name__}, it must be a JSON object")
+    return document
+
+
+def _write_json(path: Path, document: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Output vocabularies: over which entries the last layer of a drafter scores."""
