@@ -98,7 +98,8 @@ class PromptLookupDrafter:
     def __init__(self, min_ngram_size: int = 1, max_ngram_size: int = 3, num_matches: int = 4) -> None:
         if not 1 <= min_ngram_size <= max_ngram_size:
             raise ConfigError(
-                f"n-gram sizes are {min_ngram_size} to {max_ngram_size}: they must be at least 1, the smaller first"
+                f"n-gram sizes are {min_ngram_size} to {max_ngram_size}: "
+                "they must be at least 1, the smaller first"
             )
         if num_matches < 1:
             raise ConfigError(f"num_matches is {num_matches}: it must be at least 1")
@@ -148,7 +149,7 @@ class PromptLookupDrafter:
         values = tree.node_values * following ** (tree.depths - 1).clamp(min=0)
         tree = DraftTree(tree.token_ids, tree.parents, values)
         num_worthy = int((values[1:] >= MIN_NODE_VALUE).sum())
-        # One node costs next to nothing, and without it a text that begins to repeat itself would go unnoticed.
+        # One node costs next to nothing; without it a text that begins to repeat itself would go unnoticed.
         return tree.take(min(max_nodes, max(num_worthy, 1)))
 
 
