@@ -1,0 +1,153 @@
+"""A whole benchmark from its options: load once, build the arms, run, report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.bench.arms import Arm, engine_arms
+from paceline.bench.baselines import baseline_arms
+from paceline.bench.metadata import machine, run_metadata
+from paceline.bench.near_ties import find_differences
+from paceline.bench.records import Journal
+from paceline.bench.report import BenchmarkReport
+from paceline.bench.rows import result_rows
+from paceline.bench.runner import BenchmarkRunner, Progress
+from paceline.bench.suites import Suite, load_suite
+from paceline.config import dtype_name
+from paceline.engine.generator import Generator
+from paceline.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class BenchmarkOptions:
+    """What `paceline bench` was asked for.
+
+    Attributes:
+        suites: names.
+        data_folder: where suites that are not built in lie.
+        limit: most prompts per suite.
+        max_new_tokens: most tokens of an answer.
+        drafters: registered names; `phrase:FOLDER` for a head of its own.
+        verifiers: registered names.
+        baselines: `hf_generate`, `hf_prompt_lookup`, or none.
+        widths: values of `num_speculative_tokens`.
+        batch_sizes: prompts decoded at once.
+        head: folder of the head.
+        temperature: of sampling verifiers.
+        seed: of sampling and of the intervals.
+    """
+
+    suites: tuple[str, ...] = ("builtin",)
+    data_folder: Path | None = None
+    limit: int | None = None
+    max_new_tokens: int = 128
+    drafters: tuple[str, ...] = ("none", "prompt_lookup", "phrase")
+    verifiers: tuple[str, ...] = ("greedy",)
+    baselines: tuple[str, ...] = ("hf_generate",)
+    widths: tuple[int, ...] = (32,)
+    batch_sizes: tuple[int, ...] = (1,)
+    head: Path | None = None
+    temperature: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what could not be measured."""
+        for name, values in (
+            ("suites", self.suites),
+            ("widths", self.widths),
+            ("batch sizes", self.batch_sizes),
+        ):
+            if not values:
+                raise ConfigError(f"no {name} given: name at least one")
+            if len(set(values)) != len(values):
+                raise ConfigError(f"{name} {', '.join(map(str, values))}: name each once")
+        if not self.drafters and not self.baselines:
+            raise ConfigError("neither drafters nor baselines are given: there is nothing to measure")
+        if self.max_new_tokens < 1 or min(self.batch_sizes) < 1 or min(self.widths) < 0:
+            raise ConfigError(
+                f"max_new_tokens {self.max_new_tokens}, batch sizes {self.batch_sizes}, widths "
+                f"{self.widths}: lengths and batch sizes start at 1, widths at 0"
+            )
+
+    def load_suites(self) -> list[Suite]:
+        """The prompts."""
+        return [load_suite(name, self.data_folder, self.limit) for name in self.suites]
+
+    def build_arms(self, generator: Generator) -> list[Arm]:
+        """All arms, baselines first."""
+        return baseline_arms(generator, self.baselines) + engine_arms(
+            generator,
+            self.drafters,
+            self.verifiers,
+            self.widths,
+            head=self.head,
+            max_batch_size=max(self.batch_sizes),
+            temperature=self.temperature,
+            seed=self.seed,
+        )
+
+    def settings(
+        self, target: str, generator: Generator, suites: list[Suite], arms: list[Arm]
+    ) -> dict[str, Any]:
+        """What two runs must share for their records to meet."""
+        described = machine()
+        return {
+            "target": target,
+            "fingerprint": generator.target.fingerprint,
+            "dtype": dtype_name(generator.target.dtype),
+            "device": str(generator.target.device),
+            "cpu": described["cpu"],
+            "threads": described["threads"],
+            "max_new_tokens": self.max_new_tokens,
+            "seed": self.seed,
+            "temperature": self.temperature if any(name != "greedy" for name in self.verifiers) else 0.0,
+            "batch_sizes": list(self.batch_sizes),
+            "suites": {suite.name: suite.digest for suite in suites},
+            "arms": [str(arm.name) for arm in arms],
+            "head": None if self.head is None else str(self.head),
+        }
+
+
+def run_benchmark(
+    options: BenchmarkOptions,
+    generator: Generator,
+    *,
+    target: str,
+    out: Path,
+    command: str = "",
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> BenchmarkReport:
+    """Measure, or go on measuring, and write the report into `out`.
+
+    Args:
+        options: what to measure.
+        generator: holds the target that all arms share.
+        target: how the target was named.
+        out: folder of the records and the report.
+        command: noted in the report.
+        on_progress: called before every measurement.
+    """
+    suites = options.load_suites()
+    arms = options.build_arms(generator)
+    settings = options.settings(target, generator, suites, arms)
+    journal = Journal(out, settings)
+    runner = BenchmarkRunner(
+        generator,
+        arms,
+        suites,
+        journal,
+        max_new_tokens=options.max_new_tokens,
+        batch_sizes=options.batch_sizes,
+    )
+    runner.run(on_progress)
+    names = [arm.name for arm in arms]
+    metadata = run_metadata(command, settings)
+    metadata["prompt_ids"] = {suite.name: [prompt.prompt_id for prompt in suite.prompts] for suite in suites}
+    model = getattr(generator.target, "model", None)
+    differences = [] if model is None else find_differences(list(journal), names, model)
+    report = BenchmarkReport(metadata, result_rows(journal, names, options.seed), differences)
+    report.write(out)
+    return report

@@ -1,0 +1,140 @@
+"""Writes `results.json`, `report.md` and the plots of a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.bench.intervals import Interval
+from paceline.bench.near_ties import Difference
+from paceline.bench.plots import draw_plots
+from paceline.bench.rows import ResultRow
+
+TABLE_COLUMNS = (
+    "drafter",
+    "verifier",
+    "nodes",
+    "tokens/s",
+    "x HF generate",
+    "x plain",
+    "tokens a round",
+    "accepted a round",
+    "draft ms",
+    "round ms",
+    "width",
+    "identical",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchmarkReport:
+    """All results of a run.
+
+    Attributes:
+        metadata: command, machine, versions, settings, prompt ids.
+        rows: figures.
+        differences: where answers left their reference.
+    """
+
+    metadata: Mapping[str, Any]
+    rows: Seq[ResultRow]
+    differences: Seq[Difference]
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write all files; returns their paths."""
+        folder.mkdir(parents=True, exist_ok=True)
+        results, report = folder / "results.json", folder / "report.md"
+        plots = draw_plots(self.rows, folder)
+        results.write_text(json.dumps(self.as_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        report.write_text(self.as_markdown(plots), encoding="utf-8")
+        return [results, report, *plots]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Content of `results.json`."""
+        return {
+            **self.metadata,
+            "rows": [row.as_dict() for row in self.rows],
+            "differences": [_finite(difference.as_dict()) for difference in self.differences],
+        }
+
+    def as_markdown(self, plots: Seq[Path] = ()) -> str:
+        """Content of `report.md`."""
+        machine, settings = self.metadata["machine"], self.metadata["settings"]
+        lines = [
+            "# Benchmark",
+            "",
+            f"`{self.metadata['command']}`",
+            "",
+            f"{self.metadata['date']}, {machine['cpu']}, {machine['threads']} threads, "
+            f"dtype {settings['dtype']}, target {settings['target']}, "
+            f"at most {settings['max_new_tokens']} tokens.",
+            "Brackets hold 95 % intervals (paired bootstrap over prompts).",
+        ]
+        for suite, batch_size in dict.fromkeys((row.suite, row.batch_size) for row in self.rows):
+            rows = [row for row in self.rows if (row.suite, row.batch_size) == (suite, batch_size)]
+            lines += ["", f"## {suite}, batch {batch_size}, {rows[0].num_prompts} prompts", ""]
+            lines += markdown_table(rows)
+        for plot in plots:
+            lines += ["", f"![{plot.stem}]({plot.name})"]
+        return "\n".join([*lines, *self._difference_lines()]) + "\n"
+
+    def _difference_lines(self) -> list[str]:
+        """Where answers differ from their reference, and by how little."""
+        if not self.differences:
+            return ["", "All answers are identical to their reference."]
+        lines = [
+            "",
+            "## Differences",
+            "",
+            "First different token of each answer that is not identical. `gap`: logits between the likeliest",
+            "token and the less likely of the two chosen ones, by the reference after the common prefix.",
+            "",
+            "| suite | arm | prompt | turn | position | gap |",
+            "|---|---|---|---|---|---|",
+        ]
+        return lines + [
+            f"| {d.suite} | {d.arm} | {d.prompt_id} | {d.turn + 1} | {d.position} | {d.gap:.3f} |"
+            for d in self.differences
+        ]
+
+
+def markdown_table(rows: Seq[ResultRow]) -> list[str]:
+    """One line per row, a header above."""
+    lines = ["| " + " | ".join(TABLE_COLUMNS) + " |", "|" + "---|" * len(TABLE_COLUMNS)]
+    return lines + ["| " + " | ".join(table_cells(row)) + " |" for row in rows]
+
+
+def table_cells(row: ResultRow) -> list[str]:
+    """The cells of one row, as text."""
+    return [
+        row.drafter if row.head is None else f"{row.drafter}:{Path(row.head).name}",
+        row.verifier,
+        "" if row.num_speculative_tokens is None else str(row.num_speculative_tokens),
+        _figure(row.tokens_per_second, 1),
+        _figure(row.speedup_vs_hf_generate, 2),
+        _figure(row.speedup_vs_none, 2),
+        _figure(row.mean_acceptance_length, 2),
+        _figure(row.accepted_per_round, 2),
+        _figure(row.draft_ms_per_round, 1),
+        _figure(row.round_ms, 1),
+        _figure(row.mean_forward_width, 1),
+        "" if row.identical_fraction is None else f"{100 * row.identical_fraction:.0f} %",
+    ]
+
+
+def _figure(value: Interval | float | None, digits: int) -> str:
+    """A number, with its interval when it has one."""
+    if value is None:
+        return ""
+    if isinstance(value, Interval):
+        return f"{value.value:.{digits}f} [{value.low:.{digits}f}, {value.high:.{digits}f}]"
+    return f"{value:.{digits}f}"
+
+
+def _finite(stored: dict[str, Any]) -> dict[str, Any]:
+    """JSON knows no infinity: an infinite gap (one answer ended early) becomes null."""
+    return {name: None if value == float("inf") else value for name, value in stored.items()}

@@ -1,0 +1,127 @@
+"""The benchmark loop: every group of prompts goes through all arms before the next group starts.
+
+Alternating arms prompt by prompt spreads whatever else the machine does evenly over them, and rotating
+their order takes away the advantage of going first. Each arm warms up before anything is measured. Every
+arm gets the same token ids; in a second turn the history is the arm's own answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from time import perf_counter
+
+from paceline.bench.arms import Arm, ArmAnswer
+from paceline.bench.records import GroupRecord, Journal, RecordKey, TurnRecord
+from paceline.bench.suites import BenchPrompt, Suite
+from paceline.engine.generator import Generator, Message
+
+WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        num_done: finished measurements, those of an earlier start included.
+        num_total: all measurements of the run.
+        text: what comes next.
+    """
+
+    num_done: int
+    num_total: int
+    text: str
+
+
+class BenchmarkRunner:
+    """Runs arms over suites.
+
+    Args:
+        generator: encodes the prompts; its target is the one all arms share.
+        arms: what is compared.
+        suites: on which prompts.
+        journal: receives the records and knows those of an earlier start.
+        max_new_tokens: most tokens of an answer; an arm also stops where the text ends.
+        batch_sizes: prompts decoded at once; each size is measured on its own.
+        clock: seconds from any fixed point; tests pass their own.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        arms: Seq[Arm],
+        suites: Seq[Suite],
+        journal: Journal,
+        *,
+        max_new_tokens: int = 128,
+        batch_sizes: Seq[int] = (1,),
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self._generator = generator
+        self._arms = list(arms)
+        self._suites = list(suites)
+        self._journal = journal
+        self._max_new_tokens = max_new_tokens
+        self._batch_sizes = list(batch_sizes)
+        self._clock = clock
+
+    def run(self, on_progress: Callable[[Progress], None] = lambda _: None) -> None:
+        """Measure everything that the journal does not have yet."""
+        work = list(self._work())
+        num_done = 0
+        warmed_up: set[int] = set()
+        for key, prompts, arm in work:
+            on_progress(Progress(num_done, len(work), f"{key.suite}: {arm.name}"))
+            if key not in self._journal:
+                if key.batch_size not in warmed_up:
+                    self._warm_up(prompts)
+                    warmed_up.add(key.batch_size)
+                self._journal.add(self._measure(key, prompts, arm))
+            num_done += 1
+        on_progress(Progress(num_done, len(work), "done"))
+
+    def _work(self) -> Iterator[tuple[RecordKey, Seq[BenchPrompt], Arm]]:
+        """All measurements in the order in which they are made."""
+        number = 0
+        for batch_size in self._batch_sizes:
+            for suite in self._suites:
+                for group, start in enumerate(range(0, len(suite.prompts), batch_size)):
+                    prompts = suite.prompts[start : start + batch_size]
+                    first = number % len(self._arms)
+                    number += 1
+                    for arm in self._arms[first:] + self._arms[:first]:
+                        yield RecordKey(suite.name, batch_size, group, str(arm.name)), prompts, arm
+
+    def _warm_up(self, prompts: Seq[BenchPrompt]) -> None:
+        """One short answer per arm: first calls allocate buffers and choose kernels."""
+        ids = [self._encode([{"role": "user", "content": prompt.turns[0]}]) for prompt in prompts]
+        for arm in self._arms:
+            arm.answer(ids, min(WARM_UP_TOKENS, self._max_new_tokens))
+
+    def _measure(self, key: RecordKey, prompts: Seq[BenchPrompt], arm: Arm) -> GroupRecord:
+        """All turns of a group by one arm; the clock runs while the arm works."""
+        histories: dict[str, list[Message]] = {prompt.prompt_id: [] for prompt in prompts}
+        turns: list[TurnRecord] = []
+        seconds = 0.0
+        for turn in range(max(len(prompt.turns) for prompt in prompts)):
+            asked = [prompt for prompt in prompts if turn < len(prompt.turns)]
+            for prompt in asked:
+                histories[prompt.prompt_id].append({"role": "user", "content": prompt.turns[turn]})
+            ids = [self._encode(histories[prompt.prompt_id]) for prompt in asked]
+            started = self._clock()
+            answers: list[ArmAnswer] = arm.answer(ids, self._max_new_tokens)
+            seconds += self._clock() - started
+            for prompt, prompt_ids, answer in zip(asked, ids, answers, strict=True):
+                histories[prompt.prompt_id].append({"role": "assistant", "content": answer.text})
+                turns.append(
+                    TurnRecord(prompt.prompt_id, turn, tuple(prompt_ids), answer.token_ids, answer.statistics)
+                )
+        return GroupRecord(key, seconds, tuple(turns))
+
+    def _encode(self, history: list[Message]) -> list[int]:
+        """Token ids of a conversation; as plain text for a model without a chat template."""
+        if self._generator.has_chat_template:
+            return self._generator.encode_chat(history)
+        return self._generator.encode("\n\n".join(message["content"] for message in history), raw=True)
