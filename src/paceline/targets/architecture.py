@@ -93,15 +93,17 @@ def read_architecture(model: Any) -> Architecture:
 
 def _layer_types(config: Any, name: str, is_stateful: bool) -> tuple[str, ...]:
     """Distinct attention kinds of the model's layers, sorted."""
-    declared = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    # GPT-Neo's `attention_layers` are local or global; its local ones build their window themselves.
+    names = ("layer_types", "layers_block_type", "attention_layers")
+    declared = next((found for found in (getattr(config, key, None) for key in names) if found), None)
     if declared is None:
         declared = ["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"]
     kinds = tuple(sorted(set(declared)))
     foreign = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
     if foreign or is_stateful:
         raise IncompatibleModelError(
-            f"{name} has layers of type {', '.join(foreign) or 'recurrent state'}: their state cannot be rolled "
-            "back to an accepted path; only full and sliding-window attention can"
+            f"{name} has layers of type {', '.join(foreign) or 'recurrent state'}: their state cannot be "
+            "rolled back to an accepted path, or they make their own mask; full and sliding-window attention work"
         )
     return kinds
 

@@ -95,6 +95,12 @@ def packed_sdpa(
     batch, num_heads, num_tokens, _ = query.shape
     num_groups = num_heads // key.shape[1]
     folded = query.reshape(batch, key.shape[1], num_groups * num_tokens, query.shape[3])
+    num_tiles = attention_mask.shape[2] // num_tokens
+    if num_tiles < num_groups:
+        attention_mask = attention_mask[:, :, :num_tokens].repeat(1, 1, num_groups, 1)
+    elif num_tiles > num_groups:
+        # What is cached has fewer heads than what attention reads: DeepSeek's latent attention.
+        attention_mask = attention_mask[:, :, : num_groups * num_tokens]
     output = nn.functional.scaled_dot_product_attention(
         folded, key, value, attn_mask=attention_mask, scale=scaling
     )

@@ -23,7 +23,7 @@ from paceline.sequence import Segment, Sequence, VerifyResult
 from paceline.targets import attention
 from paceline.targets.architecture import Architecture, read_architecture
 from paceline.targets.base import TargetOutput
-from paceline.targets.probe import check_target, record_layer_shapes
+from paceline.targets.probe import check_target, record_layer_shapes, refused_by_model
 
 
 class HuggingFaceTarget:
@@ -51,15 +51,19 @@ class HuggingFaceTarget:
         self._dtype, self._device = weight.dtype, weight.device
         self._slots: dict[Sequence, int] = {}
         self._cached: dict[Sequence, int] = {}
-        shapes = record_layer_shapes(self)
+        with refused_by_model(model):
+            shapes = record_layer_shapes(self)
         self.kv_cache = KVCache(shapes, self._dtype, self._device)
-        num_kv_heads = {shape.num_heads for shape in shapes.values()}
+        # Falcon and others call sdpa in code of their own, which knows its own name only.
+        has_interface = bool(getattr(model, "_supports_attention_backend", False))
+        self._uses_packed_attention = self.architecture.is_sdpa and has_interface
         self._num_groups = 1
-        if self.architecture.is_sdpa and len(num_kv_heads) == 1:
+        num_kv_heads = {shape.num_heads for shape in shapes.values()}
+        if self._uses_packed_attention and len(num_kv_heads) == 1:
             self._num_groups = self.architecture.num_heads // num_kv_heads.pop()
-        self._uses_packed_attention = self.architecture.is_sdpa
         if check:
-            check_target(self)
+            with refused_by_model(model):
+                check_target(self)
 
     @property
     def vocab_size(self) -> int:

@@ -6,6 +6,8 @@ logits: a prompt, a tree with a decoy branch in front of the true one, a rollbac
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +24,20 @@ if TYPE_CHECKING:
 
 # Relative error of a logits row; a misplaced mask or position is off by far more on any trained model.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.08}
+
+
+@contextmanager
+def refused_by_model(model: object) -> Iterator[None]:
+    """Turn what a model's own code raises on a draft tree's mask or cache into IncompatibleModelError."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise IncompatibleModelError(
+            f"{type(model).__name__} cannot verify draft trees: its forward fails on one "
+            f"({type(error).__name__}: {error}); it must take a 4-D mask, positions and a cache as Llama does"
+        ) from error
 
 
 def record_layer_shapes(target: HuggingFaceTarget) -> dict[int, LayerShape]:
