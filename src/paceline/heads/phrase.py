@@ -8,7 +8,7 @@ phrases, 21.94M for 80,000.
 
 Every input vector is divided by its root mean square first (no parameters), since hidden states, embeddings
 and inner layers differ in scale by orders of magnitude; and the head computes in its own dtype whatever the
-target's is.
+target's is. A trunk layer is Linear, LayerNorm, GELU, with a residual connection where its width stays.
 """
 
 from __future__ import annotations
@@ -96,6 +96,11 @@ class PhraseHead(nn.Module):
         """Parameters of the whole head."""
         return sum(parameter.numel() for parameter in self.parameters())
 
+    @property
+    def trunk_dtype(self) -> torch.dtype:
+        """Dtype in which everything before the output layer is computed."""
+        return next(self.norms.parameters()).dtype
+
     def join_inputs(
         self, hidden: Tensor, newest_token_embedding: Tensor, features: Mapping[int, Tensor] | None = None
     ) -> Tensor:
@@ -123,7 +128,7 @@ class PhraseHead(nn.Module):
     def trunk(self, inputs: Tensor) -> Tensor:
         """What the output layer reads: [M, num_inputs * D] -> [M, width]."""
         shape = (-1, self.config.num_inputs, self.config.hidden_size)
-        vectors = inputs.to(self.output.weight.dtype).view(shape)
+        vectors = inputs.to(self.trunk_dtype).view(shape)
         state = functional.rms_norm(vectors, (self.config.hidden_size,)).flatten(-2)
         for layer, norm in zip(self.layers, self.norms, strict=True):
             update = self.dropout(functional.gelu(norm(layer(state))))
@@ -131,6 +136,6 @@ class PhraseHead(nn.Module):
         return state
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Scores of all phrases: [M, num_inputs * D] in any float dtype -> [M, E] in the head's dtype."""
-        scores: Tensor = self.output(self.trunk(inputs))
+        """Scores of all phrases: [M, num_inputs * D] in any dtype -> [M, E] in the output layer's dtype."""
+        scores: Tensor = self.output(self.trunk(inputs).to(self.output.weight.dtype))
         return scores

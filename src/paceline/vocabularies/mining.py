@@ -143,9 +143,10 @@ def read_corpus(sequences: Iterable[list[int]], text: TokenText, eos_token_ids: 
         ids = np.asarray(sequence, dtype=np.int64)
         if not len(ids):
             continue
-        if ids.min() < 0 or ids.max() >= len(pieces):
+        outside = ids[(ids < 0) | (ids >= len(pieces))]
+        if len(outside):
             raise ConfigError(
-                f"token id {int(ids.max())} in the text: the tokenizer has ids 0 to {len(pieces) - 1}"
+                f"token id {outside[0]} in the text: the tokenizer has ids 0 to {len(pieces) - 1}"
             )
         edges = word_edges([pieces[token_id] for token_id in sequence])
         parts.append((ids, edges.is_boundary, edges.weight))
@@ -235,6 +236,8 @@ def choose_covering(candidates: Candidates, num_entries: int) -> list[int]:
     chosen: list[int] = []
     while heap and len(chosen) < num_entries:
         bound, index = heap[0]
+        if bound == 0:
+            break  # what is left covers nothing new
         current = -gain(index)
         if current > bound:
             if current < 0:

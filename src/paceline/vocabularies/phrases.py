@@ -168,6 +168,10 @@ class PhraseVocabulary:
         )
         if len(set(vocabulary.token_ids)) != len(vocabulary) or len(set(vocabulary.texts)) != len(vocabulary):
             raise CheckpointError(f"{path}: some entries are listed twice; every phrase must be there once")
+        ends = set(stored.eos_token_ids)
+        past_end = next((text for text, ids, _ in stored.entries if ends.intersection(ids[:-1])), None)
+        if past_end is not None:
+            raise CheckpointError(f"{path}: entry {past_end!r} runs past an end-of-text token, none may")
         return vocabulary
 
     def retarget(self, tokenizer: Any, *, eos_token_ids: Iterable[int] | None = None) -> RetargetedVocabulary:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from paceline.errors import ShapeError
 
@@ -77,7 +78,7 @@ class TokenTrie:
         # What matching needs, in numpy: children are found by binary search, since node order is key order.
         self._stride = int(self.token_ids.max()) + 1 if len(self) else 1
         self._keys: NDArray[np.int64] = ((self.parents + 1) * self._stride + self.token_ids).numpy()
-        self._entry_at = np.full(len(self) + 1, -1, dtype=np.int64)
+        self._entry_at = np.full(len(self), -1, dtype=np.int64)
         self._entry_at[self.entry_nodes.numpy()] = np.arange(len(entries))
         # Nodes of equal worth are ordered by depth: see `_TIE`.
         self._handicap = 1.0 - _TIE * self.depths.to(torch.float64)
@@ -136,10 +137,11 @@ class TokenTrie:
             raise ShapeError(
                 f"{probabilities.shape[-1]} probabilities for {self.num_entries} entries: give one each"
             )
-        running = probabilities.new_zeros((probabilities.shape[0], self.num_entries + 1), dtype=torch.float64)
-        torch.cumsum(probabilities[:, self.entry_order], dim=1, dtype=torch.float64, out=running[:, 1:])
+        running = probabilities[:, self.entry_order].cumsum(dim=1, dtype=torch.float64)
+        running = functional.pad(running, (1, 0))
         return running[:, self.ends] - running[:, self.starts]
 
+    @torch.no_grad()
     def most_valuable(self, probabilities: Tensor, max_nodes: int) -> list[ValuableNodes]:
         """The `max_nodes` most valuable nodes of every row; nodes worth nothing are left out.
 
