@@ -137,8 +137,6 @@ def test_a_saved_vocabulary_loads_unchanged(vocabulary: PhraseVocabulary, tmp_pa
     assert PhraseVocabulary.load(path) == vocabulary
     assert [file.name for file in tmp_path.iterdir()] == ["phrases.json"]
     assert any(map(has_lone_surrogates, vocabulary.texts)), "parts of characters are among them"
-        "parts of characters included"
-    )
 
 
 def test_a_failed_save_leaves_the_old_file(
