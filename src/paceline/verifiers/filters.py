@@ -70,6 +70,11 @@ class FilterParameters:
         )
 
 
+def is_asking_free(device: torch.device) -> bool:
+    """Whether the program may look at values on the device without waiting for it."""
+    return device.type == "cpu"
+
+
 def filtered_weights(logits: Tensor, parameters: FilterParameters) -> Tensor:
     """Probabilities up to a factor a row.
 
@@ -115,9 +120,10 @@ def _is_filtered_out(scores: Tensor, parameters: FilterParameters) -> Tensor:
     stay as in Hugging Face, where sorting decides which; here the lowest ids do.
     """
     vocab_size = scores.shape[1]
-    # Only on the CPU is it free to wait for the answer "was that enough"; elsewhere sorting is cheap.
-    is_waiting_free = scores.device.type == "cpu"
-    width = min(max(NARROW_WIDTH, 2 * parameters.max_top_k), vocab_size) if is_waiting_free else vocab_size
+    # Where asking "was that enough" is not free, sorting is cheap.
+    width = vocab_size
+    if is_asking_free(scores.device):
+        width = min(max(NARROW_WIDTH, 2 * parameters.max_top_k), vocab_size)
     border = _find_border(scores, parameters, width)
     if width < vocab_size:
         open_rows = torch.nonzero(~border.is_certain)[:, 0]

@@ -22,7 +22,7 @@ from paceline.errors import UnsupportedFeatureError
 from paceline.sequence import Sequence, VerifyResult
 from paceline.tree import DraftTree
 from paceline.verifiers.base import tree_starts
-from paceline.verifiers.filters import FilterParameters, filtered_weights
+from paceline.verifiers.filters import FilterParameters, filtered_weights, is_asking_free
 from paceline.verifiers.keyed_random import keyed_uniforms
 
 
@@ -99,14 +99,13 @@ def _walk(forest: _Forest, logits: Tensor, parameters: FilterParameters, uniform
     Returns:
         int64 [B, 2, K + 1]: rows visited and the tokens drawn there; -1 after the end of a walk.
     """
-    is_waiting_free = logits.device.type == "cpu"
+    may_ask = is_asking_free(logits.device)
     everyone = torch.arange(forest.roots.shape[0], device=logits.device)
     rows = forest.roots  # [B], -1 once the walk of a sequence has ended
     levels: list[Tensor] = []
     for level in range(uniforms.shape[1]):
-        # Elsewhere than on the CPU it is cheaper to draw for walks that have ended than to ask which ones
-        # have.
-        walking = torch.nonzero(rows >= 0)[:, 0] if is_waiting_free else everyone
+        # Where it is not free it is cheaper to draw for walks that have ended than to ask which ones have.
+        walking = torch.nonzero(rows >= 0)[:, 0] if may_ask else everyone
         if walking.shape[0] == 0:
             break
         weights = filtered_weights(logits[rows[walking].clamp(min=0)], parameters.of_rows(walking))

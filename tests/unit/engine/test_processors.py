@@ -81,7 +81,7 @@ def reference_row(row: torch.Tensor, prompt, output, parameters: SamplingParamet
     return second(ids, scores)[0]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(st.lists(token, min_size=3, max_size=8), texts, texts, trees, parameter_sets, st.integers(0, 2**31))
 def test_rows_equal_hugging_face_on_each_node_s_text(prompt, before, emitted, paths, parameters, seed):
     sequence = make_sequence(prompt, before, parameters)
@@ -101,7 +101,7 @@ def test_rows_equal_hugging_face_on_each_node_s_text(prompt, before, emitted, pa
     assert torch.equal(around[[0, -1]], raw[[0, -1]])
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(st.lists(token, min_size=4, max_size=4), st.lists(token, min_size=1, max_size=6), parameter_sets)
 def test_drafted_and_committed_text_give_the_same_bits(prompt, output, parameters):
     row = torch.randn(1, V, generator=torch.Generator().manual_seed(7))
