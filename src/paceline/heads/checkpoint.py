@@ -32,6 +32,7 @@ from paceline.vocabularies.phrases import PhraseVocabulary
 
 FORMAT_VERSION = 1
 HEAD_TYPE = "phrase"
+PRETRAINED = Path(__file__).parent.parent / "pretrained"
 _FILES = ("config.json", "model.safetensors", "phrases.json", "provenance.json")
 
 
@@ -115,6 +116,8 @@ def save_head(
         vocabulary.save(fresh / "phrases.json")
         _write_json(fresh / "provenance.json", dict(provenance))
         (fresh / "README.md").write_text(readme, encoding="utf-8")
+        for file in fresh.iterdir():
+            file.chmod(0o644)
         if folder.exists():
             folder.rename(Path(scratch) / "old")
         fresh.rename(folder)
@@ -160,8 +163,7 @@ def inspect_head(folder: str | Path) -> HeadSummary:
 
 def pretrained_heads() -> list[Path]:
     """Folders of the heads that are shipped with the package: `pretrained/<target>/<head>`, sorted."""
-    root = Path(__file__).parent.parent / "pretrained"
-    return sorted(file.parent for file in root.glob("*/*/config.json"))
+    return sorted(file.parent for file in PRETRAINED.glob("*/*/config.json"))
 
 
 def default_head(target: str, head_type: str = HEAD_TYPE) -> Path | None:
@@ -233,6 +235,8 @@ def _read_tensors(path: Path, head: PhraseHead) -> dict[str, torch.Tensor]:
             )
         if not tensor.is_floating_point():
             raise CheckpointError(f"{path}: {name} has dtype {tensor.dtype}, it must be a float")
+        if not tensor.isfinite().all():
+            raise CheckpointError(f"{path}: {name} holds values that are not finite: the training diverged")
     return {name: tensor.to(torch.float32) for name, tensor in tensors.items()}
 
 

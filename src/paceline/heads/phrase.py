@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from paceline.config import nearest_name
 from paceline.errors import ConfigError, ShapeError
 
 INPUTS = ("hidden", "newest_token_embedding")
@@ -51,19 +52,27 @@ class PhraseHeadConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse shapes that cannot be built."""
-        for name in ("hidden_size", "num_entries", "width", "depth"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"phrase head: {name} is {getattr(self, name)}, it must be at least 1")
-        if self.trunk_width is not None and self.trunk_width < 1:
-            raise ConfigError(
-                f"phrase head: trunk_width is {self.trunk_width}, it must be at least 1 or absent"
-            )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ConfigError(f"phrase head: dropout is {self.dropout}, it must be in [0, 1)")
+        """Refuse shapes that cannot be built; values can come from a file, so their types are checked too."""
+        for name in ("hidden_size", "num_entries", "width", "depth", "trunk_width"):
+            value = getattr(self, name)
+            if not _is_whole(value, 1) and not (name == "trunk_width" and value is None):
+                raise ConfigError(
+                    f"phrase head: {name} is {value!r}, it must be a whole number of at least 1"
+                )
+        if (
+            isinstance(self.dropout, bool)
+            or not isinstance(self.dropout, int | float)
+            or not 0 <= self.dropout < 1
+        ):
+            raise ConfigError(f"phrase head: dropout is {self.dropout!r}, it must be in [0, 1)")
         for name in self.inputs:
             if name not in INPUTS:
-                raise ConfigError(f"phrase head: input {name!r} is not known, use {' or '.join(INPUTS)}")
+                nearest = nearest_name(str(name), INPUTS)
+                raise ConfigError(f"phrase head: input {name!r} is not known, did you mean {nearest!r}?")
+        if not all(_is_whole(layer, 0) for layer in self.feature_layers):
+            raise ConfigError(
+                f"phrase head: feature_layers is {self.feature_layers!r}, it must hold layer numbers"
+            )
         if not self.num_inputs or len({*self.inputs, *self.feature_layers}) != self.num_inputs:
             raise ConfigError("phrase head: give at least one input, and each input and feature layer once")
 
@@ -139,3 +148,7 @@ class PhraseHead(nn.Module):
         """Scores of all phrases: [M, num_inputs * D] in any dtype -> [M, E] in the output layer's dtype."""
         scores: Tensor = self.output(self.trunk(inputs).to(self.output.weight.dtype))
         return scores
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
