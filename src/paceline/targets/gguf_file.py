@@ -1,9 +1,9 @@
 """Reading a GGUF file: its metadata, its list of tensors, and float32 values of one tensor at a time.
 
-GGUF is the single-file format of llama.cpp: a header of key-value pairs (vocabulary and merges included), a table
-of tensors, then the aligned tensor bytes. The `gguf` package reads the header element by element, which takes
-seconds for a large vocabulary; this reader takes a tenth of one and leaves only the arithmetic of dequantising
-to that package. Every damaged file ends in one `CheckpointError`.
+GGUF is the single-file format of llama.cpp: a header of key-value pairs (vocabulary and merges included), a
+table of tensors, then the aligned tensor bytes. The `gguf` package reads the header element by element, which
+takes seconds for a large vocabulary; this reader takes a tenth of one and leaves only the arithmetic of
+dequantising to that package. Every damaged file ends in one `CheckpointError`.
 
 Read `GgufFile.open` first; `_HeaderCursor` is the binary grammar.
 """
@@ -27,11 +27,12 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _STRING, _ARRAY = 8, 9
-# Numbered value types of the header: unsigned and signed 8, 16, 32 bits, float32, bool, then the 64-bit ones.
+# Numbered value types of the header: integers of 8 to 32 bits, float32, bool, then the 64-bit ones.
 _SCALARS: Mapping[int, np.dtype[Any]] = {
     number: np.dtype(code)
     for number, code in {
-        0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"
+        0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4",
+        6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
     }.items()
 }  # fmt: skip
 _CHUNK_ELEMENTS = 1 << 21  # dequantised at once: bounds the memory of a conversion whatever the tensor's size
@@ -90,13 +91,13 @@ class GgufFile:
         cursor = _HeaderCursor(mapped)
         try:
             metadata, tensors = cursor.read_header()
-        except (struct.error, ValueError, MemoryError, KeyError) as error:
+        except (struct.error, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
             raise CheckpointError(
                 f"{path} is not a whole GGUF file: its header is damaged ({error})"
             ) from None
         if metadata.get("split.count", 0) > 1:
             raise UnsupportedFeatureError(
-                f"{path} is one part of a GGUF split into {metadata['split.count']}: join them into one file first"
+                f"{path} is one part of a GGUF split into {metadata['split.count']}: join them first"
             )
         end = max((tensor.start + tensor.num_bytes for tensor in tensors.values()), default=0)
         if end > len(mapped):
@@ -125,8 +126,8 @@ class GgufFile:
                 yield np.ascontiguousarray(dequantize(block, kind), dtype=np.float32)
             except NotImplementedError:
                 raise UnsupportedFeatureError(
-                    f"{self.path}: tensor {tensor.name!r} is stored as {tensor.quantization}, which cannot be "
-                    "dequantised here; use a file in F16, BF16, Q8_0 or a Q4/Q5/Q6 type"
+                    f"{self.path}: tensor {tensor.name!r} is stored as {tensor.quantization}, which cannot "
+                    "be dequantised here; use a file in F16, BF16, Q8_0 or a Q4/Q5/Q6 type"
                 ) from None
 
 
@@ -199,7 +200,7 @@ def _placed(name: str, shape: tuple[int, ...], kind: int, offset: int, *, data_s
     quantization = GGMLQuantizationType(kind)
     block_len, block_bytes = GGML_QUANT_SIZES[quantization]
     if shape[-1] == 0 or shape[-1] % block_len:
-        raise ValueError(f"tensor {name!r} has rows of {shape[-1]} values, not whole blocks of {block_len}")
+        raise ValueError(f"tensor {name!r} has rows of {shape[-1]} values, not blocks of {block_len}")
     return GgufTensor(
         name, shape, quantization.name, data_start + offset, shape[-1] // block_len * block_bytes
     )

@@ -1,10 +1,10 @@
 """What a GGUF file of a known architecture becomes: a transformers configuration and named tensors.
 
-Known are `llama` (without experts) and `gemma3`. llama.cpp stores the query and key rows of Llama in the order of
-its own rotary layout, and Gemma's norm weights with one added; both are undone here. Everything that is not
-understood (another architecture, a tensor with an unknown name) makes `plan_conversion` answer None, and
-transformers converts the file; what would silently change the model's text (a rotary scaling that cannot be
-carried over) is an error.
+Known are `llama` (without experts) and `gemma3`. llama.cpp stores the query and key rows of Llama in the
+order of its own rotary layout, and Gemma's norm weights with one added; both are undone here. Everything that
+is not understood (another architecture, a tensor with an unknown name) makes `plan_conversion` answer None,
+and transformers converts the file; what would silently change the model's text (a rotary scaling that cannot
+be carried over) is an error.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ _CONFIG_KEYS = {
     "attention.head_count": "num_attention_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
+_GEMMA3_KEYS = {"attention.sliding_window": "sliding_window"}
 _TOKEN_IDS = {"bos_token_id": "bos_token_id", "padding_token_id": "pad_token_id"}
-# The parameters shared by all Llama 3.1 to 3.3 checkpoints; a file stores only the factors that follow from them.
+# Shared by all Llama 3.1 to 3.3 checkpoints; a file stores only the factors that follow from them.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -126,7 +127,7 @@ def _config(file: GgufFile, architecture: str) -> dict[str, Any]:
     model_type, class_name = _CLASSES[architecture]
     config: dict[str, Any] = {"architectures": [class_name], "model_type": model_type, "dtype": "float32"}
     try:
-        for key, name in _CONFIG_KEYS.items():
+        for key, name in (_CONFIG_KEYS | (_GEMMA3_KEYS if architecture == "gemma3" else {})).items():
             config[name] = metadata[f"{architecture}.{key}"]
         embedding = file.tensors["token_embd.weight"]
     except KeyError as error:
@@ -144,7 +145,6 @@ def _config(file: GgufFile, architecture: str) -> dict[str, Any]:
     config["eos_token_id"] = ends[0] if len(ends) == 1 else (ends or None)
     theta = float(metadata.get(f"{architecture}.rope.freq_base", 10000.0))
     if architecture == "gemma3":
-        config["sliding_window"] = metadata[f"{architecture}.attention.sliding_window"]
         config["query_pre_attn_scalar"] = _gemma3_query_scale(config)
         config["rope_parameters"] = {
             "full_attention": {"rope_type": "default", "rope_theta": theta},
@@ -176,7 +176,7 @@ def _is_tied(file: GgufFile) -> bool:
 
 
 def _half_split_rows(name: str, stored: GgufTensor, config: Mapping[str, Any]) -> NDArray[np.int64] | None:
-    """Undo llama.cpp's interleaved rotary order of query and key rows: (pair, 2) back to (2, pair) per head."""
+    """Undo llama.cpp's interleaved rotary order of query and key rows: (pair, 2) to (2, pair) per head."""
     if ".attn_q." not in name and ".attn_k." not in name:
         return None
     heads = int(config["num_attention_heads" if ".attn_q." in name else "num_key_value_heads"])

@@ -1,8 +1,8 @@
 """The fast tokenizer that a GGUF file describes, built straight from its token and merge lists.
 
-Two kinds are built here: byte-level BPE split as GPT-2 does (SmolLM2) and the SentencePiece BPE of Gemma, whose
-merges are recovered from the order of the vocabulary. The result equals, part by part, the tokenizer that
-transformers rebuilds from the same file in a hundred times the time. For every other kind `build_tokenizer`
+Two kinds are built here: byte-level BPE split as GPT-2 does (SmolLM2) and the SentencePiece BPE of Gemma,
+whose merges are recovered from the order of the vocabulary. The result equals, part by part, the tokenizer
+that transformers rebuilds from the same file in ten times the time. For every other kind `build_tokenizer`
 answers None and transformers' own conversion is used.
 
 Read `save_tokenizer` first.

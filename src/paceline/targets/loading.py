@@ -1,7 +1,7 @@
 """Loading the model and tokenizer of a resolved target, and telling one target from another.
 
-Weights are mapped from safetensors and converted only when their dtype differs from the one asked for. A key that
-the checkpoint lacks is an error here, where transformers would leave random values.
+Weights are mapped from safetensors and converted only when their dtype differs from the one asked for. A key
+that the checkpoint lacks is an error here, where transformers would leave random values.
 
 Read `load_model`, then `target_fingerprint`.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,8 +27,7 @@ from paceline.targets.sources import ResolvedTarget
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-DtypeChoice = Literal["auto", "fp32", "bf16", "fp16"]
-DeviceChoice = Literal["auto", "cpu", "cuda", "mps"]
+_HUB_TIMEOUT = 10.0  # seconds
 _SAMPLED_MATRICES = 24
 _SAMPLED_ROWS = 4
 _SAMPLED_TOKENS = 512
@@ -48,17 +47,17 @@ class LoadedModel:
 def load_model(
     resolved: ResolvedTarget,
     *,
-    dtype: DtypeChoice = "auto",
-    device: DeviceChoice = "auto",
+    dtype: str = "auto",
+    device: str = "auto",
     trust_remote_code: bool = False,
 ) -> LoadedModel:
     """Load a target, frozen.
 
     Args:
         resolved: what `resolve_target` found.
-        dtype: `auto` is the checkpoint's dtype on a GPU (bf16 for a GGUF file); on a CPU bf16 where it has
-            instructions for it, else fp32.
-        device: `auto` is cuda, else mps, else cpu.
+        dtype: `fp32`, `bf16` or `fp16`; `auto` is the checkpoint's dtype on a GPU (bf16 for a GGUF file), and
+            on a CPU bf16 where it has instructions for it, else fp32.
+        device: `cpu`, `cuda` or `mps`; `auto` is cuda, else mps, else cpu.
         trust_remote_code: run model code that comes with the checkpoint.
 
     Raises:
@@ -71,6 +70,8 @@ def load_model(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with _reported(resolved), _quiet():
+        if resolved.kind == "hub":
+            _check_hub(resolved.location)
         model, report = AutoModelForCausalLM.from_pretrained(
             location,
             dtype=chosen_dtype or "auto",
@@ -88,7 +89,7 @@ def load_model(
     return LoadedModel(model, tokenizer, model.dtype, chosen_device)
 
 
-def choose_device(device: DeviceChoice) -> torch.device:
+def choose_device(device: str) -> torch.device:
     """The device behind a choice; ConfigError when this machine has no such device."""
     check_known("device", device, ("auto", "cpu", "cuda", "mps"))
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
@@ -100,7 +101,7 @@ def choose_device(device: DeviceChoice) -> torch.device:
     return torch.device(device)
 
 
-def choose_dtype(dtype: DtypeChoice, device: torch.device, resolved: ResolvedTarget) -> torch.dtype | None:
+def choose_dtype(dtype: str, device: torch.device, resolved: ResolvedTarget) -> torch.dtype | None:
     """The dtype behind a choice; None stands for the checkpoint's own."""
     if dtype != "auto":
         return dtype_from_name(dtype)
@@ -147,6 +148,18 @@ def _reported(resolved: ResolvedTarget) -> Iterator[None]:
         raise CheckpointError(f"cannot load the model in {resolved.location}: {lines[0]}") from error
 
 
+def _check_hub(hub_id: str) -> None:
+    """Ask once whether the model is there, unless it is cached: transformers would retry for long."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(hub_id, "config.json"), str):
+        return
+    try:
+        HfApi().model_info(hub_id, timeout=_HUB_TIMEOUT)
+    except Exception as error:  # the HTTP client behind it, and with it the class, differs between versions
+        raise OSError(str(error)) from error
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without transformers' progress bars, which would run through a command's output."""
@@ -164,9 +177,9 @@ def _quiet() -> Iterator[None]:
 def target_fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
     """A short hash of a model and its tokenizer, equal for every floating dtype and device it is loaded in.
 
-    It covers the architecture and sizes, evenly spaced vocabulary entries, how a fixed text is tokenised, and the
-    signs of evenly spaced rows of evenly spaced weight matrices. Rounding to another floating dtype never changes
-    a sign bit, while a fine-tuned, rotated or requantised model changes some of the tens of thousands hashed.
+    It covers the architecture and sizes, evenly spaced vocabulary entries, how a fixed text is tokenised, and
+    the signs of evenly spaced rows of evenly spaced weight matrices. Rounding to another floating dtype never
+    changes a sign bit, while a fine-tuned, rotated or requantised model changes some of these many thousands.
 
     Returns:
         16 hexadecimal digits.

@@ -1,12 +1,14 @@
 """From the name a user types to a model folder or Hub id that transformers can load.
 
-A name is, tried in this order: an alias, a `.gguf` file, a folder in Hugging Face layout, a Hub id `owner/model`.
+A name is, tried in this order: an alias, a `.gguf` file, a folder in Hugging Face layout, a Hub id
+`owner/model`.
 
 Read `resolve_target`.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -15,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from paceline.config import nearest_name
 from paceline.errors import CheckpointError, ConfigError
 from paceline.targets.aliases import ALIASES, file_sha256, obtain_gguf
 from paceline.targets.gguf import FORMAT_VERSION, convert_gguf, is_converted
@@ -81,9 +82,9 @@ def resolve_target(
             )
         sha256 = file_sha256(path)
         destination = _converted_folder(path, sha256, cache_dir)
-        convert_gguf(path.resolve(), destination, sha256=sha256, progress=progress)
+        convert_gguf(path.absolute(), destination, sha256=sha256, progress=progress)
         return ResolvedTarget(name, str(destination), "gguf")
-    if path.is_dir():
+    if name and path.is_dir():
         check_model_folder(path)
         return ResolvedTarget(name, str(path), "folder")
     if path.suffix.lower() != ".gguf" and _HUB_ID.fullmatch(name):
@@ -92,7 +93,7 @@ def resolve_target(
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raise CheckpointError unless `folder` has a configuration and complete weights in Hugging Face layout."""
+    """Raise CheckpointError unless `folder` has a configuration and complete weights."""
     if not (folder / "config.json").is_file():
         ggufs = sorted(path.name for path in folder.glob("*.gguf"))
         hint = f"; it holds {ggufs[0]}: give the path of that file" if ggufs else ""
@@ -128,8 +129,10 @@ def _converted_folder(path: Path, sha256: str, cache_dir: Path) -> Path:
 def _unknown(name: str) -> CheckpointError | ConfigError:
     looks_like_path = name.startswith((".", "~", "/")) or name.lower().endswith(".gguf") or os.sep in name
     if looks_like_path:
-        return CheckpointError(f"target {name!r}: no such file or folder")
+        return CheckpointError(f"target {name!r}: there is no such file or folder")
+    close = difflib.get_close_matches(name.lower(), ALIASES, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
     return ConfigError(
-        f"unknown target {name!r}: did you mean {nearest_name(name, ALIASES)!r}? A target is an alias "
-        f"({', '.join(sorted(ALIASES))}), a model folder, a .gguf file or a Hub id such as 'owner/model'"
+        f"unknown target {name!r}{hint}: give an alias ({', '.join(sorted(ALIASES))}), a model folder, "
+        "a .gguf file, or a Hub id in the form 'owner/model'"
     )
