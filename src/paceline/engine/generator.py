@@ -276,5 +276,5 @@ class Answer:
             finish_reason=reason,
             log_probs=tuple(sequence.log_probs) if sequence.parameters.logprobs is not None else None,
             prompt_len=len(sequence.prompt_ids),
-            statistics=self._recorder.statistics(),
+            statistics=self._recorder.finish(),
         )
