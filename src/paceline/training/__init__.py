@@ -1,0 +1,1 @@
+"""Training of draft heads: prompts, the target's own answers, captured states, fit, evaluation, provenance."""
