@@ -145,7 +145,7 @@ def _complete_lines(path: Path) -> list[str]:
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) != len(content):
         path.write_bytes(whole)
-    return whole.decode("utf-8").splitlines()
+    return whole.decode("utf-8").split("\n")[:-1]
 
 
 def _check_settings(found: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:

@@ -86,7 +86,7 @@ def spaced_indices(num_items: int, limit: int | None) -> list[int]:
 def _suite_lines(name: str, data_folder: Path | None) -> list[str]:
     """The lines of a suite's file."""
     if name in BUILTIN_SUITES:
-        return files("paceline.bench").joinpath("prompts", f"{name}.jsonl").read_text("utf-8").splitlines()
+        return files("paceline.bench").joinpath("prompts", f"{name}.jsonl").read_text("utf-8").split("\n")
     if data_folder is None:
         raise ConfigError(
             f"suite {name!r} is not built in ({', '.join(BUILTIN_SUITES)}): give its folder with --data"
@@ -96,7 +96,7 @@ def _suite_lines(name: str, data_folder: Path | None) -> list[str]:
         found = sorted(p.stem for p in data_folder.glob("*.jsonl"))
         hint = f"did you mean {nearest_name(name, found)!r}?" if found else "there is no .jsonl file at all"
         raise ConfigError(f"no suite {name!r} in {str(data_folder)!r}: {hint}")
-    return path.read_text("utf-8").splitlines()
+    return path.read_text("utf-8").split("\n")
 
 
 def _read_prompts(name: str, lines: list[str]) -> list[BenchPrompt]:

@@ -127,8 +127,8 @@ class TrainingRun:
     def prompts(self) -> tuple[TrainingPrompt, ...]:
         """The prompts that the first stage chose."""
         if not self._prompts:
-            lines = self._prompts_file.read_text(encoding="utf-8").splitlines()
-            self._prompts = tuple(TrainingPrompt.from_dict(json.loads(line)) for line in lines)
+            lines = self._prompts_file.read_text(encoding="utf-8").split("\n")
+            self._prompts = tuple(TrainingPrompt.from_dict(json.loads(line)) for line in lines if line)
         return self._prompts
 
     def _run_prompts(self, key: str) -> Figures:

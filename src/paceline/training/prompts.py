@@ -120,7 +120,7 @@ def read_prompts(locations: Iterable[str]) -> Iterator[TrainingPrompt]:
 
 def _read_file(path: Path) -> Iterator[TrainingPrompt]:
     """Prompts of one JSONL file."""
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         try:

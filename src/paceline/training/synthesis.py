@@ -153,7 +153,7 @@ def read_synthesised(folder: Path) -> dict[int, TrainingPrompt | None]:
     """Number -> prompt of all files that `synthesise_into` wrote; lines that were cut off are ignored."""
     rows: dict[int, TrainingPrompt | None] = {}
     for path in sorted(folder.glob("prompts-*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8").split("\n"):
             try:
                 row = json.loads(line)
             except json.JSONDecodeError:
