@@ -38,6 +38,7 @@ from paceline.training.prompts import TrainingPrompt
 from paceline.tree import DraftTree
 
 TOKENS_PER_SHARD = 32_768
+LENGTH_WINDOW = 1024
 
 
 class RecordingDrafter:
@@ -185,6 +186,21 @@ def predicted_bytes(num_tokens: int, hidden_size: int, num_layers: int = 0) -> i
     return num_tokens * ((1 + num_layers) * hidden_size * 2 + 8)
 
 
+def by_similar_length(prompts: Seq[TrainingPrompt], window: int = LENGTH_WINDOW) -> list[TrainingPrompt]:
+    """Reorder prompts so that neighbours are of similar length.
+
+    Sequences of a batch are padded to the longest one, and attention pays for the padding. Sorting inside windows,
+    up and down in turn, avoids most of it and still leaves an unbiased choice to a run that ends early.
+    """
+    ordered: list[TrainingPrompt] = []
+    for number, start in enumerate(range(0, len(prompts), window)):
+        part = prompts[start : start + window]
+        ordered += sorted(
+            part, key=lambda prompt: sum(len(m["content"]) for m in prompt.messages), reverse=number % 2 == 1
+        )
+    return ordered
+
+
 class Distiller:
     """Answers prompts until enough tokens are there.
 
@@ -275,7 +291,7 @@ class Distiller:
 
     def _resume(self, prompts: Seq[TrainingPrompt]) -> None:
         """Count what the shards hold already, and find the follow-ups that are still to be asked."""
-        self._queue = deque(prompts)
+        self._queue = deque(by_similar_length(prompts))
         self._done.clear()
         self._num_tokens = 0
         waiting = {prompt.key: prompt for prompt in prompts}
