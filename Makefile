@@ -1,0 +1,53 @@
+# Everything a developer types. Every target that needs the environment builds it first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := torch==2.13.0
+# The oldest supported transformers, in an environment of its own.
+OLD_TRANSFORMERS := 5.16
+OLD_VENV := build/venv-transformers-$(OLD_TRANSFORMERS)
+
+.PHONY: install demo test lint format check-bf16 check-transformers clean
+
+install: $(VENV)/.installed
+
+# torch comes first and pinned: resolved together with the rest, pip may fetch a build for GPUs of several gigabytes.
+$(VENV)/.installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	touch $@
+
+demo: install
+	$(BIN)/paceline demo
+
+test: install lint
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install
+	$(BIN)/ruff check --fix src tests
+	$(BIN)/ruff format src tests
+
+# 100 prompts of 128 tokens in bf16: every first difference from Hugging Face generate() must be a near-tie.
+# Answers are kept in out/check-bf16, so an interrupted check goes on.
+check-bf16: install
+	$(BIN)/paceline check --dtype bf16 --limit 100 --max-new-tokens 128 --out out/check-bf16
+
+# The tests that touch transformers, on the oldest release that is supported (install covers the newest).
+check-transformers: $(OLD_VENV)/.installed
+	$(OLD_VENV)/bin/python -m pytest tests/conformance tests/e2e tests/integration tests/unit/targets
+
+$(OLD_VENV)/.installed: pyproject.toml
+	test -x $(OLD_VENV)/bin/python || $(PYTHON) -m venv $(OLD_VENV)
+	$(OLD_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(OLD_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" "transformers==$(OLD_TRANSFORMERS).*"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build out
