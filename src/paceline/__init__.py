@@ -1,6 +1,7 @@
 """paceline: frozen language models answer sooner, with the same text.
 
-The names below are the public interface; heavy imports (torch, transformers) happen when one of them is first used.
+The names below are the public interface; heavy imports (torch, transformers) happen when one of them is first
+used.
 """
 
 from __future__ import annotations

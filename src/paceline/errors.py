@@ -1,7 +1,7 @@
 """Every error that paceline raises on purpose.
 
-A message says what is wrong, the value seen, and what would be right. The core raises; the command line prints
-the message as one line and exits with status 2.
+A message says what is wrong, the value seen, and what would be right. The core raises; the command line
+prints the message as one line and exits with status 2.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Keys and values of the running sequences, preallocated and written in place.
 
-All calls that Hugging Face models make on their cache land in `KVCache.update`; that API moves between releases
-(`past_key_values` became `cache`), so nothing else in the project touches it.
+All calls that Hugging Face models make on their cache land in `KVCache.update`; that API moves between
+releases (`past_key_values` became `cache`), so nothing else in the project touches it.
 
-One tensor holds the keys and values of all layers that share a shape: [G, slots, H, S, D], G counting (layer, key or
-value) pairs. A sequence owns one slot. Compacting an accepted path or moving a sequence to another slot is then one
-indexed copy per shape, not two per layer, and a forward reads plain views: nothing is concatenated or cloned.
+One tensor holds the keys and values of all layers that share a shape: [G, slots, H, S, D], G counting (layer,
+key or value) pairs. A sequence owns one slot. Compacting an accepted path or moving a sequence to another
+slot is then one indexed copy per shape, not two per layer, and a forward reads plain views: nothing is
+concatenated or cloned.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ class KVCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[])
         if sorted(shapes) != list(range(len(shapes))) or not shapes:
             raise IncompatibleModelError(
-                f"only layers {sorted(shapes)} keep keys and values: every layer must, for a draft tree to be "
-                "rolled back (linear-attention and state-space layers cannot)"
+                f"only layers {sorted(shapes)} keep keys and values: every layer must, for a draft tree to "
+                "be rolled back (linear-attention and state-space layers cannot)"
             )
         self._dtype, self._device = dtype, device
         # (heads, size) -> members; a member is (layer, is_value).
@@ -100,6 +101,7 @@ class KVCache(Cache):  # type: ignore[misc]
         """Bytes held by all buffers."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
 
+    @torch.inference_mode()
     def reserve(self, num_slots: int, length: int) -> None:
         """Make room for `num_slots` sequences of `length` tokens, in whole blocks; existing contents stay."""
         num_slots = max(num_slots, self.num_slots)
@@ -138,7 +140,7 @@ class KVCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write a layer's new states in place and return views over all positions (signature is Hugging Face's).
+        """Write new states in place and return views over all positions (signature is Hugging Face's).
 
         Args:
             key_states: [B, H, T, D].
@@ -166,9 +168,10 @@ class KVCache(Cache):  # type: ignore[misc]
         return slots[:, :, : window.view_len]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Cached length of the window's first row (models ask for it when they build positions themselves)."""
+        """Cached length of the window's first row, for models that build positions themselves."""
         return 0 if self._window is None else self._window.starts[0]
 
+    @torch.inference_mode()
     def compact(self, slot: int, start: int, path: Seq[int]) -> None:
         """Move the tree nodes `path` of a slot to consecutive positions.
 
@@ -184,6 +187,7 @@ class KVCache(Cache):  # type: ignore[misc]
             lane = buffer[:, slot]
             lane[:, :, start + 1 : start + 1 + len(path)] = lane.index_select(2, source)
 
+    @torch.inference_mode()
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of slot `source` over slot `target`."""
         for buffer in self._buffers.values():

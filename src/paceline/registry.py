@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
 from types import MappingProxyType
+from typing import Any
 
 from paceline.config import check_known
 from paceline.errors import ConfigError
@@ -39,12 +40,12 @@ def verifier_names() -> list[str]:
     return sorted(_paths("paceline.verifiers", VERIFIERS))
 
 
-def drafter_class(name: str) -> type:
+def drafter_class(name: str) -> Any:
     """The drafter class registered as `name`; ConfigError names the nearest known one."""
     return _resolve("drafter", name, _paths("paceline.drafters", DRAFTERS))
 
 
-def verifier_class(name: str) -> type:
+def verifier_class(name: str) -> Any:
     """The verifier class registered as `name`; ConfigError names the nearest known one."""
     return _resolve("verifier", name, _paths("paceline.verifiers", VERIFIERS))
 
@@ -54,7 +55,7 @@ def _paths(group: str, builtin: Mapping[str, str]) -> dict[str, str]:
     return {entry.name: entry.value for entry in entry_points(group=group)} | dict(builtin)
 
 
-def _resolve(kind: str, name: str, paths: Mapping[str, str]) -> type:
+def _resolve(kind: str, name: str, paths: Mapping[str, str]) -> Any:
     check_known(kind, name, paths)
     module_name, _, attribute = paths[name].partition(":")
     found = getattr(import_module(module_name), attribute, None)

@@ -1,7 +1,8 @@
 """What a request may ask of decoding: lengths, stops, penalties, temperature and filters.
 
-The order in which they act is Hugging Face's: penalties and bans on the logits of each position, then temperature,
-top-k, top-p and min-p. Log-probabilities that are reported come from the target's own logits, before all of this.
+The order in which they act is Hugging Face's: penalties and bans on the logits of each position, then
+temperature, top-k, top-p and min-p. Log-probabilities that are reported come from the target's own logits,
+before all of this.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ class SamplingParameters:
         top_p: keep the smallest set of tokens whose probability reaches p (1: all).
         min_p: drop tokens below min_p times the likeliest one's probability (0: none).
         seed: key of all randomness of the request; None draws one from the operating system.
-        repetition_penalty: divides positive and multiplies negative logits of every id seen in prompt or output.
+        repetition_penalty: divides positive and multiplies negative logits of every id seen in prompt or
+            output.
         presence_penalty: subtracted once from the logit of every id in the output.
         frequency_penalty: subtracted once per occurrence in the output.
         logit_bias: id -> amount added to its logit.
         bad_words: id sequences that must not be completed.
         no_repeat_ngram_size: no n-gram of this size occurs twice in prompt and output (0: off).
-        logprobs: number of alternatives to report beside each emitted token's log-probability; None reports nothing.
+        logprobs: number of alternatives to report beside each emitted token's log-probability; None reports
+            nothing.
     """
 
     max_new_tokens: int | None = 256
@@ -65,7 +68,11 @@ class SamplingParameters:
     def _checks(self) -> list[tuple[str, bool, str]]:
         """Field, whether its value is fine, and the range in words."""
         return [
-            ("max_new_tokens", self.max_new_tokens is None or self.max_new_tokens >= 1, "at least 1, or None"),
+            (
+                "max_new_tokens",
+                self.max_new_tokens is None or self.max_new_tokens >= 1,
+                "at least 1, or None",
+            ),
             ("min_new_tokens", self.min_new_tokens >= 0, "0 or more"),
             ("temperature", self.temperature >= 0, "0 (greedy) or more"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
@@ -92,5 +99,7 @@ class SamplingParameters:
         known = [f.name for f in fields(self)]
         for name in changes:
             if name not in known:
-                raise ConfigError(f"unknown sampling parameter {name!r}: did you mean {nearest_name(name, known)!r}?")
+                raise ConfigError(
+                    f"unknown sampling parameter {name!r}: did you mean {nearest_name(name, known)!r}?"
+                )
         return replace(self, **changes)  # type: ignore[arg-type]

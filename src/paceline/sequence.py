@@ -1,8 +1,8 @@
 """One request being decoded: its ids, its limits, and the rule that trims what a verifier accepted.
 
-`Sequence.accept` is the only place where tokens are added, so end-of-sequence ids, stop strings, `max_new_tokens`
-and the context limit act at token granularity whatever the size of an accepted block; the cache, the drafters, the
-statistics and the stream all see the trimmed result only.
+`Sequence.accept` is the only place where tokens are added, so end-of-sequence ids, stop strings,
+`max_new_tokens` and the context limit act at token granularity whatever the size of an accepted block; the
+cache, the drafters, the statistics and the stream all see the trimmed result only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class VerifyResult:
     Attributes:
         path: accepted tree nodes below the root, parents first; empty when nothing was accepted.
         accepted_ids: their tokens.
-        next_token_id: the target's own token after the path (recovered after a rejection, bonus after a full path);
+        next_token_id: the target's own token after the path (recovered after a rejection, bonus after a full
+            path);
             None once `Sequence.accept` has trimmed it away.
         num_relaxed: accepted tokens that are not the target's choice (budgeted verification).
         charge: regret spent on them, in logits.
@@ -81,7 +82,8 @@ class Sequence:
         eos_token_ids: ids that end the text (resolved: never None).
         context_len: most tokens, prompt included, that the target can hold.
         seed: key of the request's randomness (resolved).
-        find_stop: called with the emitted ids; returns how many of them to keep when a stop string is complete,
+        find_stop: called with the emitted ids; returns how many of them to keep when a stop string is
+            complete,
             None otherwise. Absent without stop strings.
         output_ids: emitted tokens.
         finish_reason: None while running.
@@ -101,11 +103,13 @@ class Sequence:
     def __post_init__(self) -> None:
         """Refuse prompts that leave no room for a token."""
         if not self.prompt_ids:
-            raise RequestError("the prompt has 0 tokens: give at least one (this tokenizer adds no start token)")
+            raise RequestError(
+                "the prompt has 0 tokens: give at least one (this tokenizer adds no start token)"
+            )
         if len(self.prompt_ids) >= self.context_len:
             raise RequestError(
-                f"the prompt has {len(self.prompt_ids)} tokens and the target's context is {self.context_len}: "
-                f"at most {self.context_len - 1} leave room for an answer"
+                f"the prompt has {len(self.prompt_ids)} tokens and the target's context is "
+                f"{self.context_len}: at most {self.context_len - 1} leave room for an answer"
             )
 
     def __len__(self) -> int:
@@ -166,7 +170,8 @@ class Segment:
 
     Attributes:
         sequence: whose tokens they are.
-        prefix_ids: committed tokens that are not in the cache yet (a prompt chunk); empty in a decoding round.
+        prefix_ids: committed tokens that are not in the cache yet (a prompt chunk); empty in a decoding
+            round.
         tree: draft tree whose root follows the prefix; None for a prompt chunk that is not the last.
     """
 

@@ -1,12 +1,13 @@
 """Apparatus for tests, ours and those of people who add a drafter: tiny models, an oracle, replayed drafts.
 
-A tiny model is random, with its weights scaled up: with plain initialisation the logits are nearly flat and greedy
-decoding says nothing. The oracle decodes without a cache, so it shares no code with what it judges.
+A tiny model is random, with its weights scaled up: with plain initialisation the logits are nearly flat and
+greedy decoding says nothing. The oracle decodes without a cache, so it shares no code with what it judges.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -39,7 +40,13 @@ TINY_ARCHITECTURES: Mapping[str, tuple[str, str, dict[str, Any]]] = MappingProxy
         "llama-wide-heads": (
             "LlamaForCausalLM",
             "LlamaConfig",
-            {**_LLAMA_LIKE, "head_dim": 24, "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
+            {
+                **_LLAMA_LIKE,
+                "head_dim": 24,
+                "num_key_value_heads": 1,
+                "attention_bias": True,
+                "mlp_bias": True,
+            },
         ),
         "llama-tied": ("LlamaForCausalLM", "LlamaConfig", {**_LLAMA_LIKE, "tie_word_embeddings": True}),
         "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _LLAMA_LIKE),
@@ -97,7 +104,11 @@ TINY_ARCHITECTURES: Mapping[str, tuple[str, str, dict[str, Any]]] = MappingProxy
 
 
 def tiny_model(
-    architecture: str = "llama", *, seed: int = 1, dtype: torch.dtype = torch.float32, attention: str | None = None
+    architecture: str = "llama",
+    *,
+    seed: int = 1,
+    dtype: torch.dtype = torch.float32,
+    attention: str | None = None,
 ) -> Any:
     """A random model of a few thousand parameters, with logits that are far from flat.
 
@@ -132,7 +143,9 @@ def tiny_tokenizer() -> Any:
 
     specials = ["<pad>", "<s>", "</s>"]
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
-    plain = [s for s in symbols if s in "ĠĊabcdefghijklmnopqrstuvwxyz0123456789.,!?'-+=()ABCDEFGHIJKLMNOPQRSTUVW"]
+    plain = [
+        s for s in symbols if s in "ĠĊabcdefghijklmnopqrstuvwxyz0123456789.,!?'-+=()ABCDEFGHIJKLMNOPQRSTUVW"
+    ]
     vocabulary = {token: i for i, token in enumerate([*specials, *plain])}
     merges = []
     for left, right in (("t", "h"), ("Ġ", "t"), ("i", "n"), ("a", "n"), ("e", "r"), ("Ġt", "h"), ("Ġ", "a")):
@@ -148,7 +161,8 @@ def tiny_tokenizer() -> Any:
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
     )
     wrapped.chat_template = (
-        "{% for message in messages %}{{ '<s>' + message['role'] + '\\n' + message['content'] + '</s>' + '\\n' }}"
+        "{% for message in messages %}{{ '<s>' + message['role'] + '\\n' }}"
+        "{{ message['content'] + '</s>' + '\\n' }}"
         "{% endfor %}{% if add_generation_prompt %}{{ '<s>assistant\\n' }}{% endif %}"
     )
     return wrapped
@@ -174,7 +188,9 @@ def greedy_oracle(
     """
     ids = list(prompt_ids)
     for _ in range(max_new_tokens):
-        logits = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0, -1].float()
+        logits = (
+            model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0, -1].float()
+        )
         if process is not None:
             logits = process(logits, ids)
         ids.append(int(logits.argmax()))

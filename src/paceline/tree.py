@@ -1,11 +1,12 @@
 """Draft trees: what a drafter proposes and a verifier walks.
 
-Node 0 is the root: the last committed token, whose keys and values are not in the cache yet. Every other node is a
-drafted token; `parents[i] < i` holds for all of them, so one left-to-right pass visits parents first. Siblings carry
-different tokens: equal prefixes share a node, which makes the path that a verifier accepts unique.
+Node 0 is the root: the last committed token, whose keys and values are not in the cache yet. Every other node
+is a drafted token; `parents[i] < i` holds for all of them, so one left-to-right pass visits parents first.
+Siblings carry different tokens: equal prefixes share a node, which makes the path that a verifier accepts
+unique.
 
-Trees live on the CPU: they are small (at most a few hundred nodes), are built once a round from one transfer, and
-the masks and index tensors derived from them are moved to the device in one piece.
+Trees live on the CPU: they are small (at most a few hundred nodes), are built once a round from one transfer,
+and the masks and index tensors derived from them are moved to the device in one piece.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class DraftTree:
     Attributes:
         token_ids: int64 [N + 1], target token of each node; entry 0 is the last committed token.
         parents: int64 [N + 1], `parents[0] == -1` and `parents[i] < i`.
-        node_values: float32 [N + 1], the drafter's estimate that the node is accepted, never above its parent's;
+        node_values: float32 [N + 1], the drafter's estimate that the node is accepted, never above its
+            parent's;
             the root has 1.
     """
 
@@ -51,7 +53,7 @@ class DraftTree:
 
     @cached_property
     def ancestors(self) -> Tensor:
-        """bool [N + 1, N + 1]: entry (i, j) is true when node j is node i or above it."""
+        """Bool [N + 1, N + 1]: entry (i, j) is true when node j is node i or above it."""
         num_nodes = len(self)
         matrix = torch.zeros(num_nodes, num_nodes, dtype=torch.bool)
         rows = torch.arange(num_nodes)
@@ -66,7 +68,7 @@ class DraftTree:
 
     @cached_property
     def path_table(self) -> Tensor:
-        """int64 [N + 1, K + 1]: nodes from the root down to each node, right-padded with -1 (K: depth of the tree)."""
+        """int64 [N + 1, K + 1]: nodes from the root down to each node, right-padded with -1."""
         depths = self.depths
         table = torch.full((len(self), int(depths.max()) + 1), -1, dtype=torch.int64)
         node, above = self.ancestors.nonzero(as_tuple=True)
@@ -109,7 +111,9 @@ class DraftTree:
         return cls(torch.tensor([token_id]), torch.tensor([-1]), torch.ones(1))
 
     @classmethod
-    def from_chain(cls, root_token_id: int, token_ids: Seq[int], values: Seq[float] | None = None) -> DraftTree:
+    def from_chain(
+        cls, root_token_id: int, token_ids: Seq[int], values: Seq[float] | None = None
+    ) -> DraftTree:
         """A chain of drafted tokens, each the child of the one before.
 
         Args:
@@ -121,7 +125,9 @@ class DraftTree:
         node_values = torch.ones(num_nodes)
         if values is not None:
             if len(values) != len(token_ids):
-                raise ShapeError(f"{len(values)} values for {len(token_ids)} drafted tokens: give one value a token")
+                raise ShapeError(
+                    f"{len(values)} values for {len(token_ids)} drafted tokens: give one value a token"
+                )
             node_values[1:] = torch.as_tensor(values, dtype=torch.float32)
         return cls(
             torch.tensor([root_token_id, *token_ids]),
@@ -138,7 +144,8 @@ class DraftTree:
         Args:
             root_token_id: last committed token.
             paths: candidate continuations; empty ones add nothing.
-            values: estimated chance of each candidate; a node is worth the sum over the candidates through it,
+            values: estimated chance of each candidate; a node is worth the sum over the candidates through
+                it,
                 at most 1. Without values every node is worth 1.
         """
         children: dict[tuple[int, int], int] = {}
@@ -187,7 +194,12 @@ class DraftTree:
 
     @classmethod
     def from_topk(
-        cls, root_token_id: int, token_ids: Seq[Tensor], log_probs: Seq[Tensor], parents: Seq[Tensor], max_nodes: int
+        cls,
+        root_token_id: int,
+        token_ids: Seq[Tensor],
+        log_probs: Seq[Tensor],
+        parents: Seq[Tensor],
+        max_nodes: int,
     ) -> DraftTree:
         """Rerank a tree grown level by level and keep the most likely nodes (EAGLE-2's dynamic tree).
 
@@ -198,7 +210,11 @@ class DraftTree:
             parents: per level, int64 [k] index into the level above (ignored on the first level).
             max_nodes: drafted nodes to keep.
         """
-        all_tokens, all_values, all_parents = [torch.tensor([root_token_id])], [torch.ones(1)], [torch.tensor([-1])]
+        all_tokens, all_values, all_parents = (
+            [torch.tensor([root_token_id])],
+            [torch.ones(1)],
+            [torch.tensor([-1])],
+        )
         start_above, start = 0, 1
         for level, level_tokens in enumerate(token_ids):
             above = torch.zeros_like(level_tokens) if level == 0 else parents[level]
@@ -226,7 +242,11 @@ def check_tree(tree: DraftTree) -> None:
         if not 0 <= parents[node] < node:
             raise ShapeError(f"parent of node {node} is {parents[node]}: it must be in [0, {node})")
         if values[node] > values[parents[node]]:
-            raise ShapeError(f"node {node} is worth {values[node]}, above its parent's {values[parents[node]]}")
+            raise ShapeError(
+                f"node {node} is worth {values[node]}, above its parent's {values[parents[node]]}"
+            )
         if (parents[node], tokens[node]) in seen:
-            raise ShapeError(f"node {node} repeats token {tokens[node]} under parent {parents[node]}: merge them")
+            raise ShapeError(
+                f"node {node} repeats token {tokens[node]} under parent {parents[node]}: merge them"
+            )
         seen.add((parents[node], tokens[node]))

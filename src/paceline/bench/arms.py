@@ -123,7 +123,7 @@ def engine_arms(
         build = drafter_class(drafter)
         own_head = Path(folder) if folder else head if drafter not in ("none", "prompt_lookup") else None
         for width in widths if drafter != "none" else (0,):
-            built = build.build(generator.target, own_head, width)  # type: ignore[attr-defined]
+            built = build.build(generator.target, own_head, width)
             for verifier in verifiers:
                 verifier_class(verifier)
                 name = ArmName(

@@ -1,13 +1,14 @@
 """Text in, text out: what `paceline.load` returns.
 
-A `Generator` turns prompts into sequences, runs the engine until they finish and turns ids back into text. `stream`
-yields what every round added; `generate` and `generate_batch` are the same loop without the events.
+A `Generator` turns prompts into sequences, runs the engine until they finish and turns ids back into text.
+`stream` yields what every round added; `generate` and `generate_batch` are the same loop without the events.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence as Seq
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -125,7 +126,10 @@ class Generator:
         if not self.has_chat_template:
             raise RequestError("this model has no chat template: give the conversation as one raw prompt")
         ids = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=False
+            [dict(message) for message in messages],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
         )
         return [int(i) for i in ids]
 
@@ -171,9 +175,7 @@ class Generator:
         for indexed in self._run([answer]):
             yield indexed.event
 
-    def chat(
-        self, messages: Seq[Message], parameters: SamplingParameters | None = None
-    ) -> GenerationResult:
+    def chat(self, messages: Seq[Message], parameters: SamplingParameters | None = None) -> GenerationResult:
         """Answer a conversation of `{"role", "content"}` messages."""
         return self.generate(self.encode_chat(messages), parameters)
 
@@ -259,9 +261,15 @@ class Answer:
             text += self._detokenizer.finish()
         self._text.append(text)
         num_accepted = len(result.accepted_ids)
-        origins: tuple[Origin, ...] = tuple("drafted" if i < num_accepted else "target" for i in range(len(ids)))
+        origins: tuple[Origin, ...] = tuple(
+            "drafted" if i < num_accepted else "target" for i in range(len(ids))
+        )
         return StreamEvent(
-            text, ids, origins, outcome.tree.num_draft_tokens, self._result() if self.sequence.is_finished else None
+            text,
+            ids,
+            origins,
+            outcome.tree.num_draft_tokens,
+            self._result() if self.sequence.is_finished else None,
         )
 
     def _result(self) -> GenerationResult:

@@ -86,13 +86,17 @@ def _check_model_in_memory(model: Any, tokenizer: Any, dtype: str, device: str) 
     if tokenizer is None:
         raise ConfigError("a model in memory needs its tokenizer: give tokenizer=")
     if dtype != "auto" or device != "auto":
-        raise ConfigError(f"dtype={dtype!r}, device={device!r}: a model in memory keeps its own; leave both at 'auto'")
+        raise ConfigError(
+            f"dtype={dtype!r}, device={device!r}: a model in memory keeps its own; leave both at 'auto'"
+        )
     if getattr(model, "peft_config", None):
-        raise UnsupportedFeatureError("adapters that can be swapped (LoRA) are not supported: merge them first")
+        raise UnsupportedFeatureError(
+            "adapters that can be swapped (LoRA) are not supported: merge them first"
+        )
 
 
 def default_parameters(model: Any) -> SamplingParameters:
-    """Sampling parameters that the model's `generation_config` asks for; greedy unless it says `do_sample`."""
+    """Sampling parameters of the model's `generation_config`; greedy unless it says `do_sample`."""
     config = getattr(model, "generation_config", None)
     if config is None:
         return SamplingParameters()
@@ -107,7 +111,9 @@ def default_parameters(model: Any) -> SamplingParameters:
         changes["top_p"] = float(1.0 if config.top_p is None else config.top_p)
         changes["min_p"] = float(getattr(config, "min_p", 0.0) or 0.0)
     if getattr(config, "num_beams", 1) not in (None, 1):
-        raise UnsupportedFeatureError(f"generation_config asks for {config.num_beams} beams: paceline decodes one")
+        raise UnsupportedFeatureError(
+            f"generation_config asks for {config.num_beams} beams: paceline decodes one"
+        )
     return SamplingParameters().updated(changes)
 
 

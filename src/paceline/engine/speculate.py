@@ -6,7 +6,8 @@ One `SpeculativeEngine.round()` advances every running sequence by one verified 
 2. `target.forward` scores all trees at once (and prompt chunks of sequences that just arrived).
 3. processors apply penalties and bans to every node, each with its own history.
 4. the verifier keeps a path and adds the target's own next token.
-5. `sequence.accept` trims that at the first stop condition; cache, drafter and statistics see the trimmed result.
+5. `sequence.accept` trims that at the first stop condition; cache, drafter and statistics see the
+   trimmed result.
 
 Drafter `none` proposes root-only trees, so plain decoding is this same loop.
 """
@@ -116,7 +117,8 @@ class SpeculativeEngine:
         Args:
             sequence: a new one.
             verifier: registered name; by default `greedy` at temperature 0 and `sampling` above.
-            former: finished sequence submitted with `keeps_cache`, whose cache is reused as far as the tokens agree.
+            former: finished sequence submitted with `keeps_cache`, whose cache is reused as far as the tokens
+                agree.
             keeps_cache: keep keys and values after the end, for a later `former`, until `release`.
         """
         name = verifier or ("greedy" if sequence.parameters.is_greedy else "sampling")

@@ -1,6 +1,7 @@
 """What a Hugging Face model's configuration says about its attention and its output layer.
 
-Everything here is confirmed by `paceline.targets.probe` against the model's own forward before it is relied on.
+Everything here is confirmed by `paceline.targets.probe` against the model's own forward before it is relied
+on.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ def _layer_types(config: Any, name: str, is_stateful: bool) -> tuple[str, ...]:
     if foreign or is_stateful:
         raise IncompatibleModelError(
             f"{name} has layers of type {', '.join(foreign) or 'recurrent state'}: their state cannot be "
-            "rolled back to an accepted path, or they make their own mask; full and sliding-window attention work"
+            "rolled back to an accepted path, or they make their own mask; full and sliding-window "
+            "attention work"
         )
     return kinds
 

@@ -6,7 +6,8 @@ planes of `finfo.min` would overflow to -inf, and a row of -inf is NaN after the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,7 +54,7 @@ def visibility(
 
 
 def segment_positions(segment: Segment, start: int) -> Tensor:
-    """int64 [len(segment)]: absolute position of each row; a tree node sits at its root's position plus its depth."""
+    """int64 [len(segment)]: absolute position of each row: a tree node's is its root's plus its depth."""
     num_prefix = len(segment.prefix_ids)
     prefix = torch.arange(start, start + num_prefix)
     if segment.tree is None:
@@ -62,7 +63,7 @@ def segment_positions(segment: Segment, start: int) -> Tensor:
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, 1, T, S] mask to add to attention scores: 0 where visible, the dtype's lowest finite value elsewhere."""
+    """[B, 1, T, S] mask to add to attention scores: 0 where visible, the lowest finite value elsewhere."""
     lowest = torch.finfo(dtype).min
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, lowest)[:, None]
 

@@ -5,7 +5,8 @@ Rows of a forward are flattened: segment i's prefix rows come first, then its tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Protocol
 
 import torch
@@ -48,7 +49,7 @@ class TargetOutput:
         return self._starts[index + 1] - (1 if tree is None else len(tree))
 
     def tree_logits(self) -> Tensor:
-        """[sum of N_i + 1, V]: logits of all tree nodes, segments in order (those without a tree give none)."""
+        """[sum of N_i + 1, V]: logits of all tree nodes, segments in order; prompt chunks give none."""
         tree_rows = [
             range(self.root_row(i), self._starts[i + 1])
             for i, segment in enumerate(self.segments)

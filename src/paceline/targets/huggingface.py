@@ -1,16 +1,17 @@
 """Any Hugging Face causal LM as a target, unmodified.
 
-A forward packs the segments of all running sequences into one batch: rows are sequences (padded to the widest), a
-4-D mask lets every draft node see the cached tokens and its own ancestors, positions follow depth, and keys and
-values land in `paceline.kv_cache`. Nothing of a modelling file is copied: what differs between architectures (head
-bias, logit scale, soft-cap, embedding scale, mask per layer type) is read from the configuration and confirmed
-against the model's own forward when the target is built.
+A forward packs the segments of all running sequences into one batch: rows are sequences (padded to the
+widest), a 4-D mask lets every draft node see the cached tokens and its own ancestors, positions follow depth,
+and keys and values land in `paceline.kv_cache`. Nothing of a modelling file is copied: what differs between
+architectures (head bias, logit scale, soft-cap, embedding scale, mask per layer type) is read from the
+configuration and confirmed against the model's own forward when the target is built.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -31,7 +32,8 @@ class HuggingFaceTarget:
 
     Args:
         model: a causal LM on one device, attention implementation `sdpa` or `eager`.
-        fingerprint: identifies weights and tokenizer (`targets.loading.target_fingerprint`); heads are matched by it.
+        fingerprint: identifies weights and tokenizer (`targets.loading.target_fingerprint`); heads are
+            matched by it.
         check: compare against the model's own forward first (a few short forwards).
 
     Raises:
@@ -47,7 +49,7 @@ class HuggingFaceTarget:
         self._cache_argument = (
             "cache" if "cache" in inspect.signature(self._base.forward).parameters else "past_key_values"
         )
-        weight = self.architecture.lm_head.weight
+        weight: Tensor = self.architecture.lm_head.weight
         self._dtype, self._device = weight.dtype, weight.device
         self._slots: dict[Sequence, int] = {}
         self._cached: dict[Sequence, int] = {}
@@ -119,8 +121,8 @@ class HuggingFaceTarget:
     def forward(self, segments: Seq[Segment], features: Seq[int] = ()) -> TargetOutput:
         """Score the segments and write their keys and values behind the cached ones.
 
-        One forward serves all of them when their slots are consecutive, which `release` keeps true for the whole
-        set of running sequences; other selections take one forward per run of slots.
+        One forward serves all of them when their slots are consecutive, which `release` keeps true for the
+        whole set of running sequences; other selections take one forward per run of slots.
 
         Args:
             segments: at most one per sequence, none empty.
@@ -187,7 +189,8 @@ class HuggingFaceTarget:
     def _run_base(self, token_ids: Tensor, positions: Tensor, mask: object, cache: object) -> Tensor:
         """The model's own forward without its output layer: [B, T] -> [B, T, D] after the final norm."""
         packed = (
-            attention.packed_attention(self.model) if isinstance(cache, KVCache) and self._uses_packed_attention
+            attention.packed_attention(self.model)
+            if isinstance(cache, KVCache) and self._uses_packed_attention
             else nullcontext()
         )
         with packed:
@@ -217,7 +220,7 @@ class HuggingFaceTarget:
         captured: dict[int, Tensor] = {}
 
         def hook_for(layer: int) -> Any:
-            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 captured[layer] = args[0] if args else kwargs["hidden_states"]
 
             return hook
@@ -247,11 +250,13 @@ class HuggingFaceTarget:
             [torch.arange(starts[i], starts[i] + len(segment)) for i, segment in enumerate(segments)]
         ).to(self._device)
         hidden = torch.cat([output.hidden for output in outputs])[rows]
-        joined = {layer: torch.cat([output.features[layer] for output in outputs])[rows] for layer in features}
+        joined = {
+            layer: torch.cat([output.features[layer] for output in outputs])[rows] for layer in features
+        }
         return TargetOutput(hidden, joined, segments, self.lm_head)
 
     def commit(self, sequence: Sequence, result: VerifyResult) -> None:
-        """Keep the root and the accepted path; the newest emitted token is the next root and is not cached yet."""
+        """Keep the root and the accepted path; the newest emitted token, the next root, is not cached yet."""
         start = self._cached[sequence]
         path = result.path[: len(result.emitted_ids) - 1]
         self.kv_cache.compact(self._slots[sequence], start, path)
@@ -270,7 +275,7 @@ class HuggingFaceTarget:
         return reused
 
     def release(self, sequence: Sequence) -> None:
-        """Free the slot; the sequence in the last slot moves into the gap, so that running slots stay consecutive."""
+        """Free the slot; the sequence in the last one moves into the gap, so that slots stay consecutive."""
         slot = self._slots.pop(sequence, None)
         if slot is None:
             return

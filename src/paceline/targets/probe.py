@@ -1,6 +1,7 @@
 """Checks at load time: does this model verify a draft tree as its own forward would?
 
-A wrong mask, position, scale or cache shows up in logits long before it changes a token, so the probe compares
+A wrong mask, position, scale or cache shows up in logits long before it changes a token, so the probe
+compares
 logits: a prompt, a tree with a decoy branch in front of the true one, a rollback, and one more step.
 """
 
@@ -56,8 +57,8 @@ def record_layer_shapes(target: HuggingFaceTarget) -> dict[int, LayerShape]:
     missing = target.num_layers - len(recorder.shapes)
     if missing:
         raise IncompatibleModelError(
-            f"{missing} of {target.num_layers} layers of {type(target.model).__name__} keep no keys and values: "
-            "a draft tree cannot be rolled back on them"
+            f"{missing} of {target.num_layers} layers of {type(target.model).__name__} keep no keys and "
+            "values: a draft tree cannot be rolled back on them"
         )
     return recorder.shapes
 
@@ -114,5 +115,5 @@ def _compare(target: HuggingFaceTarget, ours: Tensor, reference: Tensor, where: 
     if not error <= tolerance:
         raise IncompatibleModelError(
             f"{type(target.model).__name__} does not verify draft trees: its logits at {where} are off by "
-            f"{error:.3f} of their norm, at most {tolerance} is rounding (its cache or mask is not a standard one)"
+            f"{error:.3f} of their norm, at most {tolerance} is rounding (its cache or mask is not standard)"
         )
