@@ -74,6 +74,7 @@ def phrase(
         int, Option(help="Held-out prompts answered through the engine at the end.")
     ] = 20,
     num_speculative_tokens: Annotated[int, Option(help="Drafted nodes in that check.")] = 32,
+    export_dtype: Annotated[str, Option(help="Of the stored weights: fp32, bf16 or fp16.")] = "bf16",
     seed: Annotated[int, Option(help="Of everything random.")] = 0,
     dtype: Annotated[str, Option(help="Of the target: auto, fp32, bf16 or fp16.")] = "bf16",
     device: Annotated[str, Option(help="auto, cpu, cuda or mps.")] = "auto",

@@ -1,1 +1,1 @@
-"""Training of draft heads: prompts, the target's own answers, captured states, fit, evaluation, provenance."""
+"""Training of draft heads: prompts, the target's own answers, fit, evaluation, provenance."""

@@ -1,7 +1,7 @@
 """Keep an engine busy: submit prompts as room appears, hand back what finishes.
 
-New sequences are admitted a few at a time, because a prefill forward costs almost the same for one short prompt as
-for four; the batch therefore runs between "full" and "full less `ADMIT_TOGETHER`".
+New sequences are admitted a few at a time, because a prefill forward costs almost the same for one short
+prompt as for four; the batch therefore runs between "full" and "full less `ADMIT_TOGETHER`".
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def run_sequences(
 
 
 def chat_ids(tokenizer: Any, messages: Any) -> list[int]:
-    """Token ids of a conversation, ready for the assistant's turn; raw text when there is no chat template."""
+    """Token ids of a conversation, ready for the assistant's turn; raw text without a chat template."""
     if not getattr(tokenizer, "chat_template", None):
         text = "\n\n".join(message["content"] for message in messages)
         return [int(i) for i in tokenizer(text)["input_ids"]]

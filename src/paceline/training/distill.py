@@ -1,12 +1,13 @@
 """The target answers the training prompts; what the head needs is recorded while it generates.
 
-Every answer is stored as it was generated, token for token, beside the hidden rows that the target computed anyway:
-no second forward is needed and no re-rendering can differ from what generation does. Row j of an answer is the final
-hidden state that *produced* the newest token j (the last prompt token for j = 0, output token j - 1 afterwards), so
-that (row j, newest token j) is exactly what the drafter knows when it has to guess outputs j, j + 1, ...
+Every answer is stored as it was generated, token for token, beside the hidden rows that the target computed
+anyway: no second forward is needed and no re-rendering can differ from what generation does. Row j of an
+answer is the final hidden state that *produced* the newest token j (the last prompt token for j = 0, output
+token j - 1 afterwards), so that (row j, newest token j) is exactly what the drafter knows when it has to
+guess outputs j, j + 1, ...
 
-Answers are written in shards, each atomically. A shard's prompts are known by key, so an interrupted or enlarged
-run goes on where it stopped, and prompts that were answered once are never answered again.
+Answers are written in shards, each atomically. A shard's prompts are known by key, so an interrupted or
+enlarged run goes on where it stopped, and prompts that were answered once are never answered again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +91,7 @@ class RecordingDrafter:
         self.inner.observe(output, results)
 
     def take(self, sequence: Sequence) -> Tensor:
-        """[T, 1 + L, D]: row j produced newest token j (see the module docstring); T is the number of outputs.
+        """[T, 1 + L, D]: row j produced newest token j (see the module docstring), for T outputs.
 
         A prompt of one token has no row before it: its row 0 is zero.
         """
@@ -116,7 +118,8 @@ class Answer:
         source: of the prompt.
         prompt_ids: int64 [P].
         output_ids: int64 [T].
-        states: [T, 1 + L, D], final hidden state and inputs of the recorded layers; row j produced newest token j:
+        states: [T, 1 + L, D], final hidden state and inputs of the recorded layers; row j produced newest
+            token j:
             the last prompt id for 0, output j - 1 after that.
         is_complete: the target ended the answer itself; False when it was cut by length.
     """
@@ -176,21 +179,26 @@ def read_shard(path: Path) -> Iterator[Answer]:
 
 
 def read_answers(folder: Path) -> Iterator[Answer]:
-    """Answers of all finished shards, oldest first."""
+    """Answers of all finished shards, oldest first, each prompt once."""
+    seen: set[str] = set()
     for path in shard_paths(folder):
-        yield from read_shard(path)
+        for answer in read_shard(path):
+            if answer.key not in seen:
+                seen.add(answer.key)
+                yield answer
 
 
 def predicted_bytes(num_tokens: int, hidden_size: int, num_layers: int = 0) -> int:
-    """Disk that the shards of `num_tokens` output tokens will take: states in bf16, ids, and prompts as long."""
+    """Disk for the shards of `num_tokens` output tokens: states in bf16, ids, and prompts as long."""
     return num_tokens * ((1 + num_layers) * hidden_size * 2 + 8)
 
 
 def by_similar_length(prompts: Seq[TrainingPrompt], window: int = LENGTH_WINDOW) -> list[TrainingPrompt]:
     """Reorder prompts so that neighbours are of similar length.
 
-    Sequences of a batch are padded to the longest one, and attention pays for the padding. Sorting inside windows,
-    up and down in turn, avoids most of it and still leaves an unbiased choice to a run that ends early.
+    Sequences of a batch are padded to the longest one, and attention pays for the padding. Sorting inside
+    windows, up and down in turn, avoids most of it and still leaves an unbiased choice to a run that ends
+    early.
     """
     ordered: list[TrainingPrompt] = []
     for number, start in enumerate(range(0, len(prompts), window)):
@@ -260,8 +268,8 @@ class Distiller:
     ) -> int:
         """Answer `prompts` in order until there are enough output tokens or no prompt is left.
 
-        Answers under way when it is enough are finished, so that long ones are not lost more often than short ones.
-        Interrupting writes what is finished before the interrupt goes on.
+        Answers under way when it is enough are finished, so that long ones are not lost more often than short
+        ones. Interrupting writes what is finished before the interrupt goes on.
 
         Args:
             prompts: conversations; follow-ups are asked after their first answers.

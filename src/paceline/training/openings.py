@@ -1,7 +1,7 @@
 """Openings of synthesised prompts, by kind, and follow-up questions: data, our own text.
 
-The target continues an opening as the user would, so a short list gives many different prompts. Openings are cut
-where the continuation has most freedom: before the topic, not after it.
+The target continues an opening as the user would, so a short list gives many different prompts. Openings
+are cut where the continuation has most freedom: before the topic, not after it.
 """
 
 from __future__ import annotations

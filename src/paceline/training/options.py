@@ -52,6 +52,7 @@ class TrainingOptions:
         ema_decay: of the averaged weights that are evaluated and exported; 0 takes the last weights.
         check_prompts: held-out prompts that are answered through the engine at the end.
         num_speculative_tokens: drafted nodes in that check.
+        export_dtype: of the stored weights.
         seed: of everything random.
         dtype: of the target.
         device: of the target and of the fit.
@@ -93,6 +94,7 @@ class TrainingOptions:
     ema_decay: float = 0.0
     check_prompts: int = 20
     num_speculative_tokens: int = 32
+    export_dtype: str = "bf16"
     seed: int = 0
     dtype: str = "bf16"
     device: str = "auto"
@@ -105,6 +107,7 @@ class TrainingOptions:
         check_known("loss", self.loss, LOSSES)
         check_known("criterion", self.criterion, ("accepted", "count"))
         check_known("dtype", self.dtype, ("auto", *DTYPES))
+        check_known("dtype", self.export_dtype, DTYPES)
         for name, is_good, wanted in self._checks():
             if not is_good:
                 raise ConfigError(

@@ -1,7 +1,8 @@
 """Training prompts: read, cleaned of duplicates and benchmark items, shuffled, split.
 
-A prompt is a conversation up to a user's turn. Which side of the held-out split it falls on depends on the text of
-its first user turn alone, so adding data or changing the seed never moves a prompt from one side to the other.
+A prompt is a conversation up to a user's turn. Which side of the held-out split it falls on depends on the
+text of its first user turn alone, so adding data or changing the seed never moves a prompt from one side to
+the other.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence as Seq
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,7 +150,8 @@ def prompt_from_row(row: object, source: str, where: str) -> TrainingPrompt:
     """The prompt in one row of data.
 
     Args:
-        row: has `messages`, `turns`, `question`, `instruction` (with an optional `input`), `prompt` or `text`.
+        row: has `messages`, `turns`, `question`, `instruction` (with an optional `input`), `prompt` or
+            `text`.
         source: name of its file or data set.
         where: for the error message.
     """
@@ -172,7 +175,7 @@ def prompt_from_row(row: object, source: str, where: str) -> TrainingPrompt:
                     f"{text.strip()}\n\n{extra}" if extra else text.strip(), source
                 )
     raise ConfigError(
-        f"{where} has no prompt: give one of the fields messages, turns, {', '.join(_TEXT_FIELDS)}, with text in it"
+        f"{where} has no prompt: give one of the fields messages, turns, {', '.join(_TEXT_FIELDS)}, with text"
     )
 
 

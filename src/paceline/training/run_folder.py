@@ -1,8 +1,8 @@
 """Which stages of a training run are done, and with which options.
 
-Every stage leaves a small JSON file with a key: a hash of the options it depends on and of the key of the stage
-before it. A stage whose key is unchanged is not run again; changing an option redoes the stages from the first one
-that depends on it.
+Every stage leaves a small JSON file with a key: a hash of the options it depends on and of the key of the
+stage before it. A stage whose key is unchanged is not run again; changing an option redoes the stages from
+the first one that depends on it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, ConfigError
 
 
 class RunFolder:
@@ -36,14 +37,26 @@ class RunFolder:
         figures: dict[str, Any] = record["figures"]
         return figures
 
-    def has_started(self, stage: str, key: str) -> bool:
-        """Whether an unfinished run of the stage under the same key left something to go on from."""
-        path = self._path(stage, "started")
-        return path.exists() and path.read_text(encoding="utf-8") == key
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes out of the folder inside the block.
 
-    def start(self, stage: str, key: str) -> None:
-        """Note that a stage begins."""
-        write_text(self._path(stage, "started"), key)
+        Raises:
+            ConfigError: one is at work there already.
+        """
+        from filelock import FileLock, Timeout
+
+        lock = FileLock(self.root / "run.lock", timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise ConfigError(
+                f"another training run is at work in {self.root}: wait for it, or give --work"
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
 
     def finish(self, stage: str, key: str, figures: Mapping[str, Any]) -> None:
         """Note that a stage is complete."""

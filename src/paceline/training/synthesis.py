@@ -1,9 +1,9 @@
 """Prompts that the target writes itself, from its own chat template.
 
-The template is rendered up to the place where a user's text begins; an opening of a few words sets the kind, and
-the target goes on as the user until it ends the turn (the idea of Magpie, arXiv 2406.08464, with openings for
-variety: a small model left alone writes the same few prompts). What comes out is filtered by length, repetition and
-duplicates.
+The template is rendered up to the place where a user's text begins; an opening of a few words sets the
+kind, and the target goes on as the user until it ends the turn (the idea of Magpie, arXiv 2406.08464, with
+openings for variety: a small model left alone writes the same few prompts). What comes out is filtered by
+length, repetition and duplicates.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Synthesiser:
         return kind, random.Random(f"{self.seed}/{number}").choice(OPENINGS[kind])
 
     def run(self, numbers: Iterator[int]) -> Iterator[tuple[int, TrainingPrompt | None]]:
-        """Write the prompts of the given numbers, in order of completion; None where the filter dropped one."""
+        """Write the prompts of the given numbers, as they complete; None where the filter dropped one."""
         opened: dict[Sequence, int] = {}
 
         def following() -> Sequence | None:

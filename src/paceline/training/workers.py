@@ -1,14 +1,16 @@
 """The stages that run the target, in this process or in several side by side.
 
-On a CPU two processes with one thread each generate more than one process with two threads: a decoding step of a
-small model is a chain of short operations, and threads wait for each other after every one of them.
+On a CPU two processes with one thread each generate more than one process with two threads: a decoding step
+of a small model is a chain of short operations, and threads wait for each other after every one of them.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,7 +20,7 @@ import torch
 
 from paceline.errors import PacelineError
 from paceline.sampling import SamplingParameters
-from paceline.training.distill import Distiller
+from paceline.training.distill import Distiller, uninterrupted
 from paceline.training.options import TrainingOptions
 from paceline.training.prompts import TrainingPrompt
 from paceline.training.synthesis import Synthesiser, synthesise_into
@@ -45,7 +47,7 @@ class Task:
     enough: int
 
 
-def run_workers(task: Task, generator: Any, on_progress: OnProgress) -> None:
+def run_workers(task: Task, generator: Callable[[], Any], on_progress: OnProgress) -> None:
     """Do a task: with the loaded model here, or in `options.workers` processes that load their own.
 
     Args:
@@ -56,45 +58,61 @@ def run_workers(task: Task, generator: Any, on_progress: OnProgress) -> None:
     Raises:
         PacelineError: what a worker raised.
     """
-    if task.options.workers == 1:
-        _work(task, generator(), 0, lambda count: on_progress(count), lambda: 0)
+    count = task.options.workers
+    if count == 1:
+        _work(task, generator(), 0, on_progress, lambda: 0)
         return
     context = torch.multiprocessing.get_context("spawn")
-    count = task.options.workers
     totals = context.Array("q", count)
-    pipes = [context.Pipe(duplex=False) for _ in range(count)]
-    # One thread each, from the first import on; a pool of threads per process would fight over the cores.
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = str(max(1, (torch.get_num_threads()) // count))
-    try:
-        processes = [
-            context.Process(target=_worker_main, args=(task, index, totals, pipes[index][1]), daemon=True)
-            for index in range(count)
-        ]
-        for process in processes:
+    receivers, processes = [], []
+    with _threads_per_process(max(1, torch.get_num_threads() // count)):
+        for index in range(count):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_worker_main, args=(task, index, totals, sender), daemon=True)
             process.start()
+            receivers.append(receiver)
+            processes.append(process)
+    try:
+        while any(process.is_alive() for process in processes):
+            for process in processes:
+                process.join(timeout=0.5 / count)
+            on_progress(_total(totals))
+    except KeyboardInterrupt:
+        _interrupt(processes)
+        raise
+    for process, receiver in zip(processes, receivers, strict=True):
+        if process.exitcode != 0:
+            message = receiver.recv() if receiver.poll() else f"it ended with status {process.exitcode}"
+            raise PacelineError(f"a worker failed: {message}")
+
+
+@contextmanager
+def _threads_per_process(count: int) -> Iterator[None]:
+    """Processes started inside the block use `count` threads from their first import of torch on.
+
+    A pool of threads in every process would fight over the cores.
+    """
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = str(count)
+    try:
+        yield
     finally:
         if before is None:
             del os.environ["OMP_NUM_THREADS"]
         else:
             os.environ["OMP_NUM_THREADS"] = before
-    try:
+
+
+def _interrupt(processes: Seq[Any]) -> None:
+    """Let workers save what they have and end."""
+    with uninterrupted():
         for process in processes:
-            while process.is_alive():
-                process.join(timeout=0.5)
-                on_progress(sum(totals))
-    except KeyboardInterrupt:
-        for process in processes:
-            # From a terminal the workers got the signal as well; a second one does no harm there.
-            if process.is_alive() and process.pid is not None:
+            # From a terminal the workers got the signal too and are ending already.
+            process.join(timeout=1.0)
+            if process.is_alive():
                 os.kill(process.pid, signal.SIGINT)
         for process in processes:
             process.join()
-        raise
-    for process, (receiver, _) in zip(processes, pipes, strict=True):
-        if process.exitcode != 0:
-            message = receiver.recv() if receiver.poll() else f"it ended with status {process.exitcode}"
-            raise PacelineError(f"a worker failed: {message}")
 
 
 def _worker_main(task: Task, index: int, totals: Any, sender: Connection) -> None:
@@ -105,12 +123,17 @@ def _worker_main(task: Task, index: int, totals: Any, sender: Connection) -> Non
         def report(count: int) -> None:
             totals[index] = count
 
-        _work(task, generator, index, report, lambda: sum(totals) - totals[index])
+        _work(task, generator, index, report, lambda: _total(totals) - int(totals[index]))
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except PacelineError as error:
         sender.send(str(error))
         raise SystemExit(2) from None
+
+
+def _total(totals: Any) -> int:
+    """Sum over all workers."""
+    return sum(int(count) for count in totals)
 
 
 def load_generator(options: TrainingOptions) -> Any:

@@ -1,0 +1,156 @@
+"""Tokens per round from recorded answers alone, and whether the head's values can be believed.
+
+At every row of a held-out answer the head's draft tree of B nodes is compared with what the target wrote:
+the depth that the text reaches inside the tree is what verification would accept. A round then jumps over
+the accepted tokens and the target's own token, as the engine does, so the figure is the engine's, without
+running the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.training.samples import Samples, answer_rows
+from paceline.vocabularies.trie import TokenTrie
+
+WIDTHS = (8, 16, 24, 32, 48, 64)
+NUM_BINS = 10
+_TIE = 1e-9
+_ROWS_PER_CHUNK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationBin:
+    """Drafted nodes whose value lies in one interval.
+
+    Attributes:
+        mean_value: what the head said.
+        accepted_fraction: how often the text agreed.
+        num_nodes: how many.
+    """
+
+    mean_value: float
+    accepted_fraction: float
+    num_nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeadEvaluation:
+    """Offline figures of a head.
+
+    Attributes:
+        tokens_per_round: by number of drafted nodes; the target's own token included.
+        expected_per_round: 1 + the mean sum of the values of the drafted nodes, by number of nodes: what the
+            head
+            itself expects.
+        calibration: nodes of the widest trees by value, in `NUM_BINS` equal intervals (empty ones left out).
+        num_tokens: tokens evaluated.
+        num_rounds: by number of drafted nodes.
+    """
+
+    tokens_per_round: dict[int, float]
+    expected_per_round: dict[int, float]
+    calibration: tuple[CalibrationBin, ...]
+    num_tokens: int
+    num_rounds: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """The comparison of one chunk of M rows.
+
+    Attributes:
+        depths: int64 [M, W], accepted tokens for each width.
+        sums: float64 [M, W], sum of the values of the drafted nodes.
+        bin_counts: float64 [3, NUM_BINS]: nodes, sum of values, accepted nodes.
+    """
+
+    depths: Tensor
+    sums: Tensor
+    bin_counts: Tensor
+
+
+def evaluate_head(
+    scores_of: Callable[[Tensor], Tensor],
+    samples: Samples,
+    trie: TokenTrie,
+    widths: Seq[int] = WIDTHS,
+) -> HeadEvaluation:
+    """Compare a head's draft trees with recorded answers.
+
+    Args:
+        scores_of: rows of `samples` [M] -> scores [M, E] on the CPU.
+        samples: held-out answers.
+        trie: of the vocabulary.
+        widths: numbers of drafted nodes.
+    """
+    walks = []
+    for start in range(0, len(samples), _ROWS_PER_CHUNK):
+        rows = torch.arange(start, min(start + _ROWS_PER_CHUNK, len(samples)))
+        probabilities = torch.softmax(scores_of(rows).float(), dim=-1)
+        walks.append(_walk(probabilities, samples.nodes[rows], trie, widths))
+    depths = torch.cat([walk.depths for walk in walks])
+    sums = torch.cat([walk.sums for walk in walks])
+    bins = torch.stack([walk.bin_counts for walk in walks]).sum(0)
+    num_rounds = dict.fromkeys(widths, 0)
+    for answer in answer_rows(samples):
+        for column, width in enumerate(widths):
+            num_rounds[width] += count_rounds(depths[answer.start : answer.stop, column].tolist())
+    return HeadEvaluation(
+        tokens_per_round={width: len(samples) / num_rounds[width] for width in widths},
+        expected_per_round={width: 1.0 + float(sums[:, i].mean()) for i, width in enumerate(widths)},
+        calibration=tuple(
+            CalibrationBin(float(total / count), float(accepted / count), int(count))
+            for count, total, accepted in bins.T.tolist()
+            if count
+        ),
+        num_tokens=len(samples),
+        num_rounds=num_rounds,
+    )
+
+
+def count_rounds(depths: Seq[int]) -> int:
+    """Rounds that an answer takes when row t's tree accepts `depths[t]` tokens.
+
+    The first round comes with the prompt, before any state is known, and yields the target's own token.
+    """
+    position, num_rounds = 1, 1
+    while position < len(depths):
+        position += depths[position] + 1
+        num_rounds += 1
+    return num_rounds
+
+
+def _walk(probabilities: Tensor, nodes: Tensor, trie: TokenTrie, widths: Seq[int]) -> _Walk:
+    """Draft trees of M rows against the deepest node that the text reaches."""
+    mass = trie.node_mass(probabilities)  # [M, T]
+    # Ties go to the shallower node, as in the drafter.
+    ranked = mass * (1.0 - _TIE * trie.depths.to(torch.float64))
+    best = torch.topk(ranked, min(max(widths), len(trie)), dim=1)
+    kept = [min(width, len(trie)) for width in widths]
+    borders = best.values[:, [k - 1 for k in kept]]  # [M, W]
+    values = mass.gather(1, best.indices)
+    depths = torch.zeros(len(nodes), len(widths), dtype=torch.int64)
+    on_path = torch.zeros_like(best.indices, dtype=torch.bool)
+    current, rows = nodes, torch.arange(len(nodes))
+    while rows.numel():
+        rows, current = rows[current >= 0], current[current >= 0]
+        if not rows.numel():
+            break
+        depths[rows] += ranked[rows, current][:, None] >= borders[rows]
+        on_path[rows] |= best.indices[rows] == current[:, None]
+        current = trie.parents[current]
+    sums = values.cumsum(1)[:, [k - 1 for k in kept]]
+    place = (values * NUM_BINS).long().clamp(0, NUM_BINS - 1).flatten()
+    counts = torch.stack(
+        [
+            torch.zeros(NUM_BINS, dtype=torch.float64).index_add(0, place, amount.flatten().double())
+            for amount in (torch.ones_like(values), values, on_path)
+        ]
+    )
+    return _Walk(depths, sums, counts)
