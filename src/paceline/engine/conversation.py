@@ -18,7 +18,7 @@ class Conversation:
     """Messages so far, and the cache behind them.
 
     Args:
-        generator: answers; one conversation streams at a time.
+        generator: answers; several conversations may share one.
         parameters: for every turn; the generator's own by default.
         system: first message, when given.
 
@@ -75,10 +75,10 @@ class Conversation:
         said: list[str] = []
         is_complete = False
         try:
-            for event in self._events(answer):
-                said.append(event.text)
-                is_complete = event.result is not None
-                yield event
+            for indexed in self.generator.run([answer]):
+                said.append(indexed.event.text)
+                is_complete = indexed.event.result is not None
+                yield indexed.event
         finally:
             self.messages.append({"role": "assistant", "content": "".join(said)})
             if is_complete:
@@ -86,10 +86,3 @@ class Conversation:
             else:
                 # Stopped in the middle of a round, the cache may hold a draft: the next turn starts cold.
                 self.generator.engine.release(answer.sequence)
-
-    def _events(self, answer: Answer) -> abc.Iterator[StreamEvent]:
-        """Rounds of the engine until the answer is complete."""
-        while not answer.sequence.is_finished:
-            for outcome in self.generator.engine.round():
-                if outcome.sequence is answer.sequence:
-                    yield answer.advance(outcome)

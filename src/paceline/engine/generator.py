@@ -7,10 +7,12 @@ A `Generator` turns prompts into sequences, runs the engine until they finish an
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 from paceline.drafters.base import Drafter
 from paceline.engine.detokenizer import IncrementalDetokenizer
@@ -99,6 +101,8 @@ class Generator:
         self.default_parameters = default_parameters or SamplingParameters()
         self.eos_token_ids = frozenset(eos_token_ids)
         self.verifier = verifier
+        # Sequence -> its answer, as long as somebody holds the answer.
+        self._answers: WeakValueDictionary[Sequence, Answer] = WeakValueDictionary()
         self.engine = SpeculativeEngine(
             target, drafter, num_speculative_tokens=num_speculative_tokens, max_batch_size=max_batch_size
         )
@@ -157,12 +161,17 @@ class Generator:
             parameters = [parameters or self.default_parameters] * len(prompts)
         if len(parameters) != len(prompts):
             raise RequestError(f"{len(parameters)} parameters for {len(prompts)} prompts: give one each")
-        answers = [
-            self.open(self.encode(prompt, raw=raw), own)
-            for prompt, own in zip(prompts, parameters, strict=True)
-        ]
+        answers: list[Answer] = []
+        try:
+            for prompt, own in zip(prompts, parameters, strict=True):
+                answers.append(self.open(self.encode(prompt, raw=raw), own))
+        except BaseException:
+            # One refused request takes the others along: nobody would read their answers.
+            for answer in answers:
+                self.engine.release(answer.sequence)
+            raise
         results: dict[int, GenerationResult] = {}
-        for event in self._run(answers):
+        for event in self.run(answers):
             if event.event.result is not None:
                 results[event.index] = event.event.result
         return [results[i] for i in range(len(prompts))]
@@ -172,7 +181,7 @@ class Generator:
     ) -> Iterator[StreamEvent]:
         """Answer one prompt, an event per round; closing the iterator cancels the request."""
         answer = self.open(self.encode(prompt, raw=raw), parameters or self.default_parameters)
-        for indexed in self._run([answer]):
+        for indexed in self.run([answer]):
             yield indexed.event
 
     def chat(self, messages: Seq[Message], parameters: SamplingParameters | None = None) -> GenerationResult:
@@ -214,17 +223,25 @@ class Generator:
             former=former.sequence if former else None,
             keeps_cache=keeps_cache,
         )
-        return Answer(sequence, self.tokenizer)
+        answer = self._answers[sequence] = Answer(sequence, self.tokenizer)
+        return answer
 
-    def _run(self, answers: list[Answer]) -> Iterator[IndexedEvent]:
-        """Advance the engine until the given answers are complete."""
-        indices = {answer.sequence: index for index, answer in enumerate(answers)}
+    def run(self, answers: Seq[Answer]) -> Iterator[IndexedEvent]:
+        """Advance the engine until the given answers are complete; closing the iterator cancels them.
+
+        A round advances all open answers, those of other iterators too: their events wait for their reader.
+        """
         try:
-            while any(not answer.sequence.is_finished for answer in answers):
+            while True:
+                for index, answer in enumerate(answers):
+                    while answer.events:
+                        yield IndexedEvent(index, answer.events.popleft())
+                if all(answer.sequence.is_finished for answer in answers):
+                    return
                 for outcome in self.engine.round():
-                    index = indices.get(outcome.sequence)
-                    if index is not None:
-                        yield IndexedEvent(index, answers[index].advance(outcome))
+                    reader = self._answers.get(outcome.sequence)
+                    if reader is not None:
+                        reader.events.append(reader.advance(outcome))
         finally:
             for answer in answers:
                 if not answer.sequence.is_finished:
@@ -240,10 +257,16 @@ class IndexedEvent:
 
 
 class Answer:
-    """An answer in the making: its sequence, its text so far and its statistics."""
+    """An answer in the making: its sequence, its text so far and its statistics.
+
+    Attributes:
+        sequence: its decoding state.
+        events: what `Generator.run` has not handed out yet.
+    """
 
     def __init__(self, sequence: Sequence, tokenizer: Any) -> None:
         self.sequence = sequence
+        self.events: deque[StreamEvent] = deque()
         parameters = sequence.parameters
         self._detokenizer = IncrementalDetokenizer(
             tokenizer, stop=parameters.stop, include_stop_string=parameters.include_stop_string

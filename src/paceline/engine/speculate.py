@@ -125,10 +125,11 @@ class SpeculativeEngine:
         if name not in self._verifiers:
             self._verifiers[name] = verifier_class(name)()
         self._verifiers[name].check(sequence)
+        processors = build_processors(sequence, self.target.vocab_size, self.target.device)
+        # Only now can nothing be refused any more.
         if former is not None:
             self.target.adopt(sequence, former)
             self.drafter.release(former)
-        processors = build_processors(sequence, self.target.vocab_size, self.target.device)
         self._submitted[sequence] = _Running(name, processors, keeps_cache)
         self._waiting.append(sequence)
 
