@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +13,13 @@ import torch
 
 from paceline.drafters.none import NoDrafter
 from paceline.engine.generator import Generator
+from paceline.heads.checkpoint import save_head
+from paceline.heads.phrase import PhraseHead, PhraseHeadConfig
 from paceline.targets.huggingface import HuggingFaceTarget
 from paceline.testing import greedy_oracle, tiny_model, tiny_tokenizer
+from paceline.vocabularies.phrases import PhraseVocabulary
 
+ROOT = Path(__file__).parent.parent
 PROMPTS = ([7], [5, 6, 7, 8, 9], [(11 * i * i + 3 * i) % 93 + 3 for i in range(37)])
 
 
@@ -61,3 +67,61 @@ def generator_of(target_of: Callable[..., HuggingFaceTarget], tokenizer: Any) ->
         return Generator(target_of(architecture), tokenizer, drafter or NoDrafter(), **settings)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def phrase_head_of(
+    target_of: Callable[..., HuggingFaceTarget],
+    oracle_of: Callable[..., list[int]],
+    tokenizer: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], Path]:
+    """Folder of a phrase head that knows a tiny model's answers to PROMPTS nearly by heart; made once."""
+
+    @cache
+    def make(architecture: str) -> Path:
+        target = target_of(architecture)
+        texts = [oracle_of(architecture, tuple(prompt), 24) for prompt in PROMPTS]
+        vocabulary = PhraseVocabulary.mine(texts * 2, tokenizer, num_entries=150, criterion="count")
+        shape = PhraseHeadConfig(target.hidden_size, len(vocabulary), width=16)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            head = PhraseHead(shape)
+        _teach(head, target, vocabulary, texts)
+        folder = tmp_path_factory.mktemp("heads") / architecture
+        save_head(folder, head, vocabulary, {"target_fingerprint": target.fingerprint}, "A tiny head.")
+        return folder
+
+    return make
+
+
+def _teach(
+    head: PhraseHead, target: HuggingFaceTarget, vocabulary: PhraseVocabulary, texts: list[list[int]]
+) -> None:
+    """Fit a head: the state before the newest token, and that token, predict the phrase behind it."""
+    inputs, labels = [], []
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        ids, first = torch.tensor([*prompt, *text]), len(prompt)
+        with torch.no_grad():
+            states = target.model(input_ids=ids[None], output_hidden_states=True).hidden_states[-1][0]
+            inputs.append(head.join_inputs(states[first - 1 : -2], target.embedding(ids[first:-1])))
+        labels.append(vocabulary.label(text)[1:])
+    optimizer = torch.optim.Adam(head.parameters(), lr=0.01)
+    for _ in range(120):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(
+            head(torch.cat(inputs)), torch.cat(labels), ignore_index=-1
+        ).backward()
+        optimizer.step()
+    head.eval()
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Iterator[Generator]:
+    """The default target in fp32, drafting nothing. Converted once, into the repository's own build folder."""
+    import paceline
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not os.environ.get("PACELINE_CACHE_DIR"):
+            patch.setenv("PACELINE_CACHE_DIR", str(ROOT / "build" / "cache"))
+        yield paceline.load("smollm2", drafter="none", dtype="fp32", device="cpu")
