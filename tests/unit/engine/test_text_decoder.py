@@ -76,6 +76,14 @@ def test_byte_run_waits_because_a_bad_byte_would_spoil_all_of_it(byte_fallback):
     assert spoilt.push([convert("<0xFF>"), convert("s")]) == "\ufffd\ufffd\ufffds"
 
 
+def test_skipped_special_token_does_not_end_a_byte_run(byte_fallback):
+    convert = byte_fallback.convert_tokens_to_ids
+    ids = [*(convert(f"<0x{byte:02X}>") for byte in "é".encode()), byte_fallback.eos_token_id]
+    decoder = TextDecoder(byte_fallback)
+    assert decoder.push(ids) == ""
+    assert decoder.push([convert("<0xFF>"), convert("s")]) == "\ufffd\ufffd\ufffds"
+
+
 def test_window_stays_short_however_long_the_text(byte_level, speller):
     class Counting:
         longest = 0
