@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -95,6 +95,7 @@ def test_the_end_of_a_text_can_be_drafted(vocabulary: PhraseVocabulary, end: str
     assert not any(end_id in ids[:-1] for ids in vocabulary.token_ids)
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(0, 9), max_size=30))
 def test_labels_are_prefixes_of_what_follows(text: list[int]) -> None:
     vocabulary = made_of((0,), (1,), (1, 2), (1, 2, 3, 0), (4, 4), (5, 6, 7))

@@ -38,6 +38,7 @@ def probabilities_of(entries: list[tuple[int, ...]], seed: int, *, ties: bool = 
     return torch.softmax(3 * torch.randn(1, len(entries), generator=generator), dim=1)
 
 
+@settings(deadline=None, max_examples=60)
 @given(ENTRIES)
 def test_nodes_are_the_distinct_prefixes_with_parents_first(entries: list[tuple[int, ...]]) -> None:
     trie = TokenTrie(entries)
@@ -49,6 +50,7 @@ def test_nodes_are_the_distinct_prefixes_with_parents_first(entries: list[tuple[
     assert all(parent < node for node, parent in enumerate(trie.parents.tolist()))
 
 
+@settings(deadline=None, max_examples=60)
 @given(ENTRIES, st.integers(0, 99))
 def test_a_node_is_worth_all_entries_beneath_it(entries: list[tuple[int, ...]], seed: int) -> None:
     trie, probabilities = TokenTrie(entries), probabilities_of(entries, seed)
@@ -58,6 +60,7 @@ def test_a_node_is_worth_all_entries_beneath_it(entries: list[tuple[int, ...]], 
         assert mass[node].item() == pytest.approx(probabilities[0, beneath].sum().item(), abs=1e-6)
 
 
+@settings(deadline=None, max_examples=60)
 @given(ENTRIES, st.integers(0, 99))
 def test_no_node_is_worth_more_than_its_parent(entries: list[tuple[int, ...]], seed: int) -> None:
     trie = TokenTrie(entries)
@@ -66,7 +69,7 @@ def test_no_node_is_worth_more_than_its_parent(entries: list[tuple[int, ...]], s
     assert (mass[below] <= mass[trie.parents[below]]).all()
 
 
-@settings(max_examples=60)
+@settings(deadline=None, max_examples=60)
 @given(SMALL_ENTRIES, st.integers(0, 99), st.integers(1, 6), st.booleans())
 def test_the_chosen_tree_is_worth_as_much_as_any_tree_of_its_size(
     entries: list[tuple[int, ...]], seed: int, max_nodes: int, ties: bool
@@ -83,6 +86,7 @@ def test_the_chosen_tree_is_worth_as_much_as_any_tree_of_its_size(
     assert chosen.values.sum().item() == pytest.approx(best, abs=1e-6)
 
 
+@settings(deadline=None, max_examples=60)
 @given(ENTRIES, st.integers(0, 99), st.integers(1, 30), st.booleans())
 def test_the_chosen_nodes_form_a_draft_tree(
     entries: list[tuple[int, ...]], seed: int, max_nodes: int, ties: bool
@@ -127,6 +131,7 @@ def test_values_never_exceed_one() -> None:
     assert chosen.values.max() == 1.0
 
 
+@settings(deadline=None, max_examples=60)
 @given(ENTRIES, st.lists(st.integers(0, 5), max_size=15))
 def test_matching_finds_the_longest_entry_and_the_deepest_node(
     entries: list[tuple[int, ...]], text: list[int]
