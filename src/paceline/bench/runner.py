@@ -16,6 +16,7 @@ from paceline.bench.arms import Arm, ArmAnswer
 from paceline.bench.records import GroupRecord, Journal, RecordKey, TurnRecord
 from paceline.bench.suites import BenchPrompt, Suite
 from paceline.engine.generator import Generator, Message
+from paceline.errors import ConfigError
 
 WARM_UP_TOKENS = 8
 
@@ -70,6 +71,9 @@ class BenchmarkRunner:
     def run(self, on_progress: Callable[[Progress], None] = lambda _: None) -> None:
         """Measure everything that the journal does not have yet."""
         work = list(self._work())
+        for suite in self._suites:
+            for prompt in suite.prompts:
+                self._room(prompt, len(self._encode([{"role": "user", "content": prompt.turns[0]}])))
         num_done = 0
         warmed_up: set[int] = set()
         for key, prompts, arm in work:
@@ -110,8 +114,10 @@ class BenchmarkRunner:
             for prompt in asked:
                 histories[prompt.prompt_id].append({"role": "user", "content": prompt.turns[turn]})
             ids = [self._encode(histories[prompt.prompt_id]) for prompt in asked]
+            # The same limit for all arms: Hugging Face would run past the context, this engine stops there.
+            room = min(self._room(prompt, len(own)) for prompt, own in zip(asked, ids, strict=True))
             started = self._clock()
-            answers: list[ArmAnswer] = arm.answer(ids, self._max_new_tokens)
+            answers: list[ArmAnswer] = arm.answer(ids, min(room, self._max_new_tokens))
             seconds += self._clock() - started
             for prompt, prompt_ids, answer in zip(asked, ids, answers, strict=True):
                 histories[prompt.prompt_id].append({"role": "assistant", "content": answer.text})
@@ -119,6 +125,16 @@ class BenchmarkRunner:
                     TurnRecord(prompt.prompt_id, turn, tuple(prompt_ids), answer.token_ids, answer.statistics)
                 )
         return GroupRecord(key, seconds, tuple(turns))
+
+    def _room(self, prompt: BenchPrompt, prompt_len: int) -> int:
+        """Tokens that the context leaves for an answer."""
+        room = self._generator.target.context_len - prompt_len
+        if room < 1:
+            raise ConfigError(
+                f"prompt {prompt.prompt_id!r} has {prompt_len} tokens and the target's context is "
+                f"{self._generator.target.context_len}: choose another suite, or fewer --max-new-tokens"
+            )
+        return room
 
     def _encode(self, history: list[Message]) -> list[int]:
         """Token ids of a conversation; as plain text for a model without a chat template."""

@@ -10,6 +10,7 @@ from bench_fakes import FakeArm
 from paceline.bench.records import Journal
 from paceline.bench.runner import WARM_UP_TOKENS, BenchmarkRunner
 from paceline.bench.suites import BenchPrompt, Suite
+from paceline.errors import ConfigError
 
 SUITE = Suite("own", tuple(BenchPrompt(f"p{i}", (f"question {i}",)) for i in range(4)))
 
@@ -120,3 +121,20 @@ def test_a_model_without_chat_template_is_asked_raw(generator_of, tokenizer, mon
     [one] = journal
     texts = [tokenizer.decode(list(turn.prompt_ids)) for turn in one.turns]
     assert texts == ["first", "first\n\nabc\n\nsecond"]
+
+
+def test_the_limit_shrinks_to_what_the_context_leaves_for_the_longest_prompt(run, generator_of):
+    context_len = generator_of().target.context_len
+    suite = Suite("long", (BenchPrompt("a", ("x" * 200,)), BenchPrompt("b", ("y",))))
+    arm = FakeArm("none")
+    run([arm], [suite], max_new_tokens=128, batch_sizes=(2,))
+    longest = max(len(ids) for ids in arm.asked[-1][0])
+    assert arm.asked[-1][1] == context_len - longest < 128
+
+
+def test_a_prompt_without_room_is_named_before_anything_is_measured(run):
+    suite = Suite("long", (BenchPrompt("fits", ("x",)), BenchPrompt("too-long", ("x" * 300,))))
+    arm = FakeArm("none")
+    with pytest.raises(ConfigError, match="'too-long'"):
+        run([arm], [suite])
+    assert arm.asked == []
