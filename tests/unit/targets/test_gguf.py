@@ -98,6 +98,15 @@ def test_gemma_tokenizer_recovers_the_merges_and_begins_with_bos(tiny_gguf: Call
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 1, 0)
 
 
+def test_recovered_merges_take_earlier_tokens_and_longer_left_parts_first(
+    tiny_gguf: Callable[..., Path],
+) -> None:
+    folder = converted(tiny_gguf(architecture="gemma3"))
+    merges = json.loads((folder / "tokenizer.json").read_text())["model"]["merges"]
+    ranks = {tuple(merge): rank for rank, merge in enumerate(merges)}
+    assert ranks["t", "h"] < ranks["▁", "t"] < ranks["h", "e"] < ranks["th", "e"] < ranks["t", "he"]
+
+
 def test_tokenizer_of_another_kind_is_the_one_of_transformers(tiny_gguf: Callable[..., Path]) -> None:
     from transformers import AutoTokenizer
 
