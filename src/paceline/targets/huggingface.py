@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import ShapeError
+from paceline.errors import ConfigError, ShapeError
 from paceline.kv_cache import KVCache
 from paceline.sequence import Segment, Sequence, VerifyResult
 from paceline.targets import attention
@@ -28,7 +28,7 @@ from paceline.targets.probe import check_target, record_layer_shapes, refused_by
 
 
 class HuggingFaceTarget:
-    """TargetModel over a `PreTrainedModel`; the model is frozen and shared, never copied.
+    """TargetModel over a `PreTrainedModel`; the model is shared and never changed or copied.
 
     Args:
         model: a causal LM on one device, attention implementation `sdpa` or `eager`.
@@ -39,11 +39,14 @@ class HuggingFaceTarget:
     Raises:
         IncompatibleModelError: the model cannot verify a draft tree.
         UnsupportedFeatureError: its attention implementation or placement is not supported.
+        ConfigError: the model is in training mode.
     """
 
     def __init__(self, model: nn.Module, *, fingerprint: str = "", check: bool = True) -> None:
         self.fingerprint = fingerprint
-        self.model = model.eval().requires_grad_(False)
+        if model.training:
+            raise ConfigError(f"{type(model).__name__} is in training mode (dropout): call model.eval() first")
+        self.model = model
         self.architecture: Architecture = read_architecture(model)
         self._base: nn.Module = self.architecture.base_model
         self._cache_argument = (
