@@ -100,12 +100,14 @@ class HuggingFaceTarget:
         """Where the weights are."""
         return self._device
 
+    @torch.no_grad()
     def embedding(self, token_ids: Tensor) -> Tensor:
         """Input embeddings, scaled as the model scales them: int64 [...] -> [..., D]."""
         embedded: Tensor = self.architecture.embedding(token_ids.to(self._device))
         scale = self.architecture.embedding_scale
         return embedded if scale == 1.0 else embedded * scale
 
+    @torch.no_grad()
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states with the model's bias, scale and soft-cap: [..., D] -> [..., V]."""
         logits: Tensor = self.architecture.lm_head(hidden)
