@@ -34,7 +34,7 @@ def stop_at_token(output_ids, num_before):
     return num_before + new.index(STOP_ID) + 1 if STOP_ID in new else None
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(
     st.lists(st.integers(0, 6), min_size=1, max_size=20),
     st.lists(st.integers(1, 6), min_size=20, max_size=20),

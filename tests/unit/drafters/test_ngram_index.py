@@ -20,7 +20,7 @@ def search(text, min_size, max_size, num_kept) -> list[NgramMatch]:
     return list(found.values())
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(
     st.lists(st.lists(st.integers(0, 3), max_size=8), max_size=5),
     st.integers(1, 3),

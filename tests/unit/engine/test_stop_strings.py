@@ -31,7 +31,7 @@ def kept(tokenizer, stop, ids, length) -> int | None:
     return None
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(letters, stops, st.lists(st.integers(0, 4), min_size=12, max_size=12))
 def test_matcher_finds_the_first_string_to_be_completed(text, stop, cuts):
     matcher = StopMatcher(stop)
@@ -44,7 +44,7 @@ def test_matcher_finds_the_first_string_to_be_completed(text, stop, cuts):
     assert found == naive_match(text, stop)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(letters, stops)
 def test_held_characters_are_the_longest_possible_beginning(text, stop):
     matcher = StopMatcher(stop)

@@ -24,7 +24,7 @@ def full_text(tokenizer, ids, skip_special_tokens=True) -> str:
     return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(st.data(), cuts, st.booleans(), st.booleans())
 def test_pieces_join_to_the_decoded_text(any_tokenizer, data, lengths, skip_special_tokens, is_wordy):
     last = len(any_tokenizer) - 1
@@ -36,7 +36,7 @@ def test_pieces_join_to_the_decoded_text(any_tokenizer, data, lengths, skip_spec
     assert "".join(pieces) + decoder.finish() == full_text(any_tokenizer, ids, skip_special_tokens)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(0, 60), max_size=16), cuts)
 def test_blocks_release_as_much_as_single_tokens(any_tokenizer, choice, lengths):
     ids = [len(any_tokenizer) - 1 - i for i in choice]

@@ -47,7 +47,7 @@ def walk(tree: DraftTree, logits: torch.Tensor) -> VerifyResult:
         path.append(node)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(forests, st.integers(0, 2**31))
 def test_batch_of_trees_is_walked_like_each_alone(forest, seed):
     trees = [DraftTree.from_paths(0, paths) for paths in forest]
