@@ -22,7 +22,25 @@ from paceline.training.options import TrainingOptions
 from paceline.training.pipeline import TrainingRun
 from paceline.training.progress import Reporter
 
-WORDS = "the man ran to a hill and then the cat sat in the rain with an old hat".split()
+WORDS = [
+    "the",
+    "man",
+    "ran",
+    "to",
+    "a",
+    "hill",
+    "and",
+    "then",
+    "the",
+    "cat",
+    "sat",
+    "in",
+    "rain",
+    "with",
+    "an",
+    "old",
+    "hat",
+]
 Start = Callable[..., TrainingRun]
 
 

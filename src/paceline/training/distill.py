@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import threading
 from collections import deque
@@ -344,7 +345,7 @@ class Distiller:
                 self.parameters,
                 self.eos_token_ids,
                 self.target.context_len,
-                seed=(self.seed << 64) ^ int(key, 16) & (2**63 - 1),
+                seed=random.Random(f"{self.seed}/{key}").getrandbits(63),
             )
             self._open[sequence] = prompt
             return sequence
@@ -407,7 +408,7 @@ def check_disk(folder: Path, num_bytes: int, max_bytes: int | None) -> None:
     if max_bytes is not None and num_bytes > max_bytes:
         raise ConfigError(
             f"the answers will take {num_bytes / 1e9:.2f} GB and the limit is {max_bytes / 1e9:.2f} GB: "
-            "raise --max-disk or lower --num-tokens"
+            "raise --max-disk-gb or lower --num-tokens"
         )
     if wanted > free:
         raise ConfigError(

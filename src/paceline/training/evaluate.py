@@ -80,6 +80,8 @@ def evaluate_head(
     samples: Samples,
     trie: TokenTrie,
     widths: Seq[int] = WIDTHS,
+    *,
+    max_rows: int | None = None,
 ) -> HeadEvaluation:
     """Compare a head's draft trees with recorded answers.
 
@@ -88,28 +90,33 @@ def evaluate_head(
         samples: held-out answers.
         trie: of the vocabulary.
         widths: numbers of drafted nodes.
+        max_rows: stop after the answer that reaches this row; None takes all.
     """
+    answers = list(answer_rows(samples))
+    if max_rows is not None:
+        answers = [answer for answer in answers if answer.start < max_rows]
+    num_rows = answers[-1].stop
     walks = []
-    for start in range(0, len(samples), _ROWS_PER_CHUNK):
-        rows = torch.arange(start, min(start + _ROWS_PER_CHUNK, len(samples)))
+    for start in range(0, num_rows, _ROWS_PER_CHUNK):
+        rows = torch.arange(start, min(start + _ROWS_PER_CHUNK, num_rows))
         probabilities = torch.softmax(scores_of(rows).float(), dim=-1)
         walks.append(_walk(probabilities, samples.nodes[rows], trie, widths))
     depths = torch.cat([walk.depths for walk in walks])
     sums = torch.cat([walk.sums for walk in walks])
     bins = torch.stack([walk.bin_counts for walk in walks]).sum(0)
     num_rounds = dict.fromkeys(widths, 0)
-    for answer in answer_rows(samples):
+    for answer in answers:
         for column, width in enumerate(widths):
             num_rounds[width] += count_rounds(depths[answer.start : answer.stop, column].tolist())
     return HeadEvaluation(
-        tokens_per_round={width: len(samples) / num_rounds[width] for width in widths},
+        tokens_per_round={width: num_rows / num_rounds[width] for width in widths},
         expected_per_round={width: 1.0 + float(sums[:, i].mean()) for i, width in enumerate(widths)},
         calibration=tuple(
             CalibrationBin(float(total / count), float(accepted / count), int(count))
             for count, total, accepted in bins.T.tolist()
             if count
         ),
-        num_tokens=len(samples),
+        num_tokens=num_rows,
         num_rounds=num_rounds,
     )
 

@@ -31,6 +31,8 @@ from paceline.vocabularies.trie import TokenTrie
 WARM_UP_FRACTION = 0.05
 CHOICE_WIDTH = 32
 """Drafted nodes at which epochs are compared."""
+CHOICE_ROWS = 12_000
+"""Held-out tokens on which they are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,16 +222,18 @@ class PhraseFit:
                 self.held_out.nodes[rows].to(self.device),
             )
             losses.append(float(loss) * len(rows))
-        evaluation = self.evaluate()
+        evaluation = self.evaluate(max_rows=CHOICE_ROWS)
         self.head.load_state_dict(current)
         held_out_loss = sum(losses) / max(1, len(self.held_out.trained))
         return EpochFigures(epoch, train_loss, held_out_loss, evaluation.tokens_per_round)
 
     @torch.no_grad()
-    def evaluate(self) -> HeadEvaluation:
-        """Draft on the held-out answers with the head as it is."""
+    def evaluate(self, max_rows: int | None = None) -> HeadEvaluation:
+        """Draft on the held-out answers (about `max_rows` tokens of them) with the head as it is."""
         self.head.eval()
-        return evaluate_head(lambda rows: self.scores(self.held_out, rows).cpu(), self.held_out, self.trie)
+        return evaluate_head(
+            lambda rows: self.scores(self.held_out, rows).cpu(), self.held_out, self.trie, max_rows=max_rows
+        )
 
     def _best_epoch(self) -> int:
         """Epoch with the most tokens per round."""

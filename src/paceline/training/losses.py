@@ -49,28 +49,26 @@ class PhraseLoss:
         """
         if not scores.shape[0]:
             return scores.sum() * 0.0
-        scores = scores.float()
+        log_probs = functional.log_softmax(scores.float(), dim=1)
         if self.kind == "longest":
-            return functional.cross_entropy(scores, entries)
-        total = torch.logsumexp(scores, dim=1)
+            return functional.nll_loss(log_probs, entries)
         if self.kind == "mass":
             samples = torch.arange(scores.shape[0], device=scores.device)
-            return (total - self._node_scores(scores, samples, nodes)).mean()
+            return -self._log_mass(log_probs, samples, nodes).mean()
         samples, above = path_nodes(self.trie.parents, nodes)
-        losses = total[samples] - self._node_scores(scores, samples, above)
         depths = self.trie.depths.to(nodes.device)[nodes]
-        return (losses / depths[samples]).sum() / scores.shape[0]
+        return -(self._log_mass(log_probs, samples, above) / depths[samples]).sum() / scores.shape[0]
 
-    def _node_scores(self, scores: Tensor, samples: Tensor, nodes: Tensor) -> Tensor:
-        """Log-sum-exp of the scores beneath each node: row `samples[i]`, node `nodes[i]` -> [P]."""
-        device = scores.device
+    def _log_mass(self, log_probs: Tensor, samples: Tensor, nodes: Tensor) -> Tensor:
+        """Log of the mass beneath each node: row `samples[i]`, node `nodes[i]` -> [P]."""
+        device = log_probs.device
         starts, ends = self.trie.starts.to(device)[nodes], self.trie.ends.to(device)[nodes]
         lengths = ends - starts
         pairs = torch.repeat_interleave(torch.arange(len(nodes), device=device), lengths)
         offsets = torch.arange(len(pairs), device=device) - (lengths.cumsum(0) - lengths)[pairs]
         entries = self.trie.entry_order.to(device)[starts[pairs] + offsets]
-        values = scores[samples[pairs], entries]
-        # The largest score of each node is taken out before the exponential, as in log-sum-exp.
+        values = log_probs[samples[pairs], entries]
+        # The largest value of each node is taken out before the exponential, as in log-sum-exp.
         largest = torch.full((len(nodes),), -torch.inf, device=device)
         largest = largest.scatter_reduce(0, pairs, values.detach(), "amax")
         sums = torch.zeros(len(nodes), device=device).index_add(0, pairs, (values - largest[pairs]).exp())

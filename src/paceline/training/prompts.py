@@ -236,8 +236,10 @@ def select_prompts(
         texts = [m["content"] for m in prompt.messages if m["role"] == "user"]
         if any(normalised(text) in excluded for text in (*texts, *prompt.follow_ups)):
             num_excluded += 1
-        elif unique.setdefault(prompt.key, prompt) is not prompt:
+        elif prompt.key in unique:
             num_duplicates += 1
+        else:
+            unique[prompt.key] = prompt
     ordered = [unique[key] for key in sorted(unique)]
     random.Random(seed).shuffle(ordered)
     if max_per_source is not None:
