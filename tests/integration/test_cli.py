@@ -186,7 +186,7 @@ def test_demo_shows_both_answers_and_a_table(run):
     words = ("--drafter", "prompt_lookup", "--max-new-tokens", "10", "--prompt", "abc abc", "--prompt", "why")
     code, out, _ = run("demo", *words)
     assert code == 0
-    assert out.count("tokens/s") >= 7
+    assert out.count("tokens/s") == 4
     assert "2 of 2" in out
 
 

@@ -67,11 +67,11 @@ def rendered(renderable):
 
 
 def test_the_table_shows_speed_rounds_and_sameness(pairs):
-    lines = [line for line in rendered(result_table(pairs)).splitlines() if "tokens/s" in line]
+    lines = [line for line in rendered(result_table(pairs)).splitlines() if "/s" in line]
     assert "4.00 x" in lines[0]
     assert "4 -> 2" in lines[0]
     assert "yes" in lines[0]
-    assert "no, see below" in lines[1]
+    assert " no " in lines[1]
     # 8 tokens in 8 s against 8 tokens in 4 s.
     assert "2.00 x" in lines[2]
     assert "1 of 2" in lines[2]
