@@ -82,7 +82,7 @@ def resolve_target(
             )
         sha256 = file_sha256(path)
         destination = _converted_folder(path, sha256, cache_dir)
-        convert_gguf(path.absolute(), destination, sha256=sha256, progress=progress)
+        convert_gguf(path, destination, sha256=sha256, progress=progress)
         return ResolvedTarget(name, str(destination), "gguf")
     if name and path.is_dir():
         check_model_folder(path)

@@ -396,8 +396,8 @@ def test_second_process_waits_and_uses_the_folder_of_the_first(tiny_gguf: Callab
         second = start_conversion(path)
         wait_for(second, "waiting for another process")
         assert not (path.parent / "out").exists()
-        first.communicate("\n", timeout=60)
-        remaining, _ = second.communicate("\n", timeout=60)
+        first.communicate("\n", timeout=300)
+        remaining, _ = second.communicate("\n", timeout=300)
     finally:
         for process in (first, second):
             if process is not None:
