@@ -251,6 +251,15 @@ def test_the_rounding_check_finds_a_decoder_that_is_wrong(generator, monkeypatch
     assert {difference.position for difference in outcome.violations} == {5}
 
 
+def test_the_check_needs_texts_long_enough_to_measure_its_noise(generator, monkeypatch):
+    from paceline.bench import check
+
+    monkeypatch.setattr(check, "width_noise", lambda *_: None)
+    options = BenchmarkOptions(suites=("check",), limit=1, max_new_tokens=2, drafters=("none",), widths=(4,))
+    with pytest.raises(ConfigError, match="--max-new-tokens"):
+        run_check(options, generator, target="tiny")
+
+
 def test_the_check_needs_its_reference(generator):
     options = BenchmarkOptions(suites=("check",), limit=1, drafters=("none",), baselines=())
     with pytest.raises(ConfigError, match="hf_generate"):

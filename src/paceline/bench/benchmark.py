@@ -10,7 +10,7 @@ from typing import Any
 from paceline.bench.arms import Arm, engine_arms
 from paceline.bench.baselines import baseline_arms
 from paceline.bench.metadata import machine, run_metadata
-from paceline.bench.near_ties import find_differences
+from paceline.bench.near_ties import answered_sequences, find_differences, width_noise
 from paceline.bench.records import Journal
 from paceline.bench.report import BenchmarkReport
 from paceline.bench.rows import result_rows
@@ -146,8 +146,10 @@ def run_benchmark(
     names = [arm.name for arm in arms]
     metadata = run_metadata(command, settings)
     metadata["prompt_ids"] = {suite.name: [prompt.prompt_id for prompt in suite.prompts] for suite in suites}
+    records = list(journal)
     model = getattr(generator.target, "model", None)
-    differences = [] if model is None else find_differences(list(journal), names, model)
-    report = BenchmarkReport(metadata, result_rows(journal, names, options.seed), differences)
+    differences = [] if model is None else find_differences(records, names, model)
+    noise = width_noise(model, answered_sequences(records)) if differences else None
+    report = BenchmarkReport(metadata, result_rows(records, names, options.seed), differences, noise)
     report.write(out)
     return report

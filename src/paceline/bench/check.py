@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.bench.benchmark import BenchmarkOptions
-from paceline.bench.near_ties import Difference, find_differences, width_noise
-from paceline.bench.records import GroupRecord, Journal
+from paceline.bench.near_ties import (
+    NOISE_WIDTH,
+    Difference,
+    answered_sequences,
+    find_differences,
+    width_noise,
+)
+from paceline.bench.records import Journal
 from paceline.bench.rows import REFERENCE, answers_of
 from paceline.bench.runner import BenchmarkRunner, Progress
 from paceline.engine.generator import Generator
@@ -69,16 +74,12 @@ def run_check(
     records = list(journal)
     model = generator.target.model  # type: ignore[attr-defined]  # build_arms has checked it
     references = [record for record in records if record.key.arm.startswith(REFERENCE)]
+    threshold = width_noise(model, answered_sequences(references))
+    if threshold is None:
+        raise ConfigError(f"no prompt and answer have more than {NOISE_WIDTH} tokens: raise --max-new-tokens")
     return CheckOutcome(
-        threshold=width_noise(model, _sequences(references)),
+        threshold=threshold,
         num_answers=sum(len(answers_of([record])) for record in records)
         - sum(len(answers_of([record])) for record in references),
         differences=tuple(find_differences(records, [arm.name for arm in arms], model)),
     )
-
-
-def _sequences(records: Seq[GroupRecord]) -> list[list[int]]:
-    """Prompts with their answers, spread over the run: the first ones of a suite resemble each other."""
-    found = [[*turn.prompt_ids, *turn.token_ids] for record in records for turn in record.turns]
-    long_first = sorted(range(len(found)), key=lambda i: (i % 7, i))
-    return [found[i] for i in long_first]

@@ -9,8 +9,10 @@ larger gap is a fault.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,8 @@ import torch
 from torch import Tensor
 
 from paceline.bench.arms import ArmName
-from paceline.bench.records import GroupRecord
+from paceline.bench.records import GroupRecord, TurnRecord
 from paceline.bench.rows import answers_of, reference_arm
-from paceline.errors import ConfigError
 
 NOISE_PERCENTILE = 99.9
 NOISE_WIDTH = 64
@@ -72,6 +73,17 @@ def first_difference(token_ids: Seq[int], reference_ids: Seq[int]) -> int | None
     return None if shorter == longer else shorter
 
 
+@dataclass(frozen=True, slots=True)
+class _Parting:
+    """Where two answers to one prompt part: after the same prompt ids and answer, two different tokens."""
+
+    turn: int
+    position: int
+    prefix_ids: tuple[int, ...]
+    reference_token_id: int | None
+    token_id: int | None
+
+
 def find_differences(records: Seq[GroupRecord], arms: Seq[ArmName], model: Any) -> list[Difference]:
     """First difference of every prompt and arm from its reference, in the order of the records.
 
@@ -83,42 +95,54 @@ def find_differences(records: Seq[GroupRecord], arms: Seq[ArmName], model: Any) 
     by_arm: dict[tuple[str, int, str], list[GroupRecord]] = {}
     for record in records:
         by_arm.setdefault((record.key.suite, record.key.batch_size, record.key.arm), []).append(record)
+
+    @cache
+    def gaps(prefix_ids: tuple[int, ...], first: int | None, second: int | None) -> tuple[float, float]:
+        # Arms often part from the reference in the same way: one forward serves them all.
+        return logit_gaps(model, prefix_ids, first, second)
+
     differences: list[Difference] = []
     for (suite, batch_size, label), own in by_arm.items():
         arm = next((a for a in arms if str(a) == label), None)
         reference = None if arm is None else reference_arm(arm, arms)
-        others = by_arm.get((suite, batch_size, str(reference)))
-        if reference is None or others is None:
-            continue
-        expected = answers_of(others)
+        expected = answers_of(by_arm.get((suite, batch_size, str(reference)), []))
         for prompt_id, turns in answers_of(own).items():
-            # Later turns have another history and cannot be compared.
-            for turn, wanted in zip(turns, expected.get(prompt_id, []), strict=False):
-                position = first_difference(turn.token_ids, wanted.token_ids)
-                if position is not None:
-                    prefix = [*wanted.prompt_ids, *wanted.token_ids[:position]]
-                    tokens = _at(wanted.token_ids, position), _at(turn.token_ids, position)
-                    gaps = logit_gaps(model, prefix, *tokens)
-                    differences.append(
-                        Difference(
-                            suite,
-                            batch_size,
-                            label,
-                            str(reference),
-                            prompt_id,
-                            turn.turn,
-                            position,
-                            *tokens,
-                            *gaps,
-                        )
-                    )
-                    break
+            parting = _parting(turns, expected.get(prompt_id, []))
+            if parting is not None:
+                tokens = parting.reference_token_id, parting.token_id
+                place = (prompt_id, parting.turn, parting.position)
+                found = gaps(parting.prefix_ids, *tokens)
+                differences.append(
+                    Difference(suite, batch_size, label, str(reference), *place, *tokens, *found)
+                )
     return differences
 
 
-def _at(token_ids: Seq[int], position: int) -> int | None:
+def _parting(turns: Seq[TurnRecord], expected: Seq[TurnRecord]) -> _Parting | None:
+    """The first difference between two answers; later turns have another history and are not compared."""
+    for turn, wanted in zip(turns, expected, strict=False):
+        position = first_difference(turn.token_ids, wanted.token_ids)
+        if position is not None:
+            return _Parting(
+                turn.turn,
+                position,
+                (*wanted.prompt_ids, *wanted.token_ids[:position]),
+                token_at(wanted.token_ids, position),
+                token_at(turn.token_ids, position),
+            )
+    return None
+
+
+def token_at(token_ids: Seq[int], position: int) -> int | None:
     """The token at a position, None behind the end."""
     return token_ids[position] if position < len(token_ids) else None
+
+
+def answered_sequences(records: Iterable[GroupRecord]) -> list[list[int]]:
+    """Prompts with their answers, in an order that spreads over the run: neighbours resemble each other."""
+    found = [[*turn.prompt_ids, *turn.token_ids] for record in records for turn in record.turns]
+    step = max(1, len(found) // NOISE_SEQUENCES)
+    return [found[i] for i in sorted(range(len(found)), key=lambda i: (i % step, i))]
 
 
 @torch.inference_mode()
@@ -135,17 +159,20 @@ def logit_gaps(
 
 
 @torch.inference_mode()
-def width_noise(model: Any, sequences: Seq[Seq[int]], percentile: float = NOISE_PERCENTILE) -> float:
+def width_noise(model: Any, sequences: Seq[Seq[int]], percentile: float = NOISE_PERCENTILE) -> float | None:
     """Percentile of |difference| between the model's logits at widths 1 and 64, over all vocabulary entries.
 
     Args:
         model: Hugging Face causal LM.
         sequences: token ids to read; those of 65 tokens or more are used, up to four.
         percentile: of the absolute differences.
+
+    Returns:
+        None when no sequence is long enough.
     """
     long_enough = [list(ids) for ids in sequences if len(ids) > NOISE_WIDTH][:NOISE_SEQUENCES]
     if not long_enough:
-        raise ConfigError(f"no sequence has more than {NOISE_WIDTH} tokens: raise --max-new-tokens")
+        return None
     found = [
         (_tail_logits(model, ids, NOISE_WIDTH) - _tail_logits(model, ids, 1)).abs().flatten()
         for ids in long_enough

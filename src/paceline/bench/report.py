@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.intervals import Interval
-from paceline.bench.near_ties import Difference
+from paceline.bench.near_ties import NOISE_PERCENTILE, NOISE_WIDTH, Difference
 from paceline.bench.plots import draw_plots
 from paceline.bench.rows import ResultRow
 
@@ -38,11 +38,13 @@ class BenchmarkReport:
         metadata: command, machine, versions, settings, prompt ids.
         rows: figures.
         differences: where answers left their reference.
+        rounding_noise: largest gap that rounding explains on this model; None when it was not needed.
     """
 
     metadata: Mapping[str, Any]
     rows: Seq[ResultRow]
     differences: Seq[Difference]
+    rounding_noise: float | None = None
 
     def write(self, folder: Path) -> list[Path]:
         """Write all files; returns their paths."""
@@ -58,6 +60,7 @@ class BenchmarkReport:
         return {
             **self.metadata,
             "rows": [row.as_dict() for row in self.rows],
+            "rounding_noise": self.rounding_noise,
             "differences": [_finite(difference.as_dict()) for difference in self.differences],
         }
 
@@ -84,6 +87,8 @@ class BenchmarkReport:
 
     def _difference_lines(self) -> list[str]:
         """Where answers differ from their reference, and by how little."""
+        if all(row.identical_fraction is None for row in self.rows):
+            return ["", "No reference was measured, so answers were compared with nothing."]
         if not self.differences:
             return ["", "All answers are identical to their reference."]
         lines = [
@@ -92,6 +97,7 @@ class BenchmarkReport:
             "",
             "First different token of each answer that is not identical. `gap`: logits between the likeliest",
             "token and the less likely of the two chosen ones, by the reference after the common prefix.",
+            self._noise_line(),
             "",
             "| suite | arm | prompt | turn | position | gap |",
             "|---|---|---|---|---|---|",
@@ -100,6 +106,18 @@ class BenchmarkReport:
             f"| {d.suite} | {d.arm} | {d.prompt_id} | {d.turn + 1} | {d.position} | {d.gap:.3f} |"
             for d in self.differences
         ]
+
+    def _noise_line(self) -> str:
+        """How many of the greedy answers part at a near-tie."""
+        if self.rounding_noise is None:
+            return ""
+        greedy = [d for d in self.differences if d.reference.endswith("/greedy")]
+        num_near_ties = sum(d.gap <= self.rounding_noise for d in greedy)
+        return (
+            f"Rounding alone moves this model's logits by up to {self.rounding_noise:.3f} (reading one token "
+            f"or {NOISE_WIDTH} at a time, percentile {NOISE_PERCENTILE}): {num_near_ties} of {len(greedy)} "
+            "greedy differences are such near-ties."
+        )
 
 
 def markdown_table(rows: Seq[ResultRow]) -> list[str]:

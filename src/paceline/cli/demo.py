@@ -163,7 +163,7 @@ def explain_differences(
     console: Console, pairs: Seq[DemoPair], generator: Generator, prompts: Seq[str]
 ) -> None:
     """Say of every differing answer whether rounding explains it."""
-    from paceline.bench.near_ties import first_difference, logit_gaps, width_noise
+    from paceline.bench.near_ties import first_difference, logit_gaps, token_at, width_noise
 
     encoded = [generator.encode(prompt) for prompt in prompts]
     model: Any = generator.target.model  # type: ignore[attr-defined]
@@ -172,21 +172,25 @@ def explain_differences(
         position = first_difference(drafted, plain)
         if position is None:
             continue
-        chosen = [ids[position] if position < len(ids) else None for ids in (plain, drafted)]
+        chosen = [token_at(ids, position) for ids in (plain, drafted)]
         _, gap = logit_gaps(model, [*prompt_ids, *plain[:position]], *chosen)
-        noise = width_noise(
-            model, [[*ids, *p.plain.token_ids] for ids, p in zip(encoded, pairs, strict=True)]
-        )
-        verdict = (
-            f"Reading one token or many at once moves this model's logits by up to {noise:.3f}, so both "
-            "texts are the model's own; with --dtype fp32 they are the same."
-            if gap <= noise
-            else f"Rounding explains {noise:.3f} on this model, which is less: please report this as a fault."
-        )
+        answers = [[*ids, *p.plain.token_ids] for ids, p in zip(encoded, pairs, strict=True)]
         console.print(
             f"Prompt {number}: the answers part at token {position + 1}, where the logits of the two tokens "
-            f"lie {gap:.3f} apart. {verdict}"
+            f"lie {gap:.3f} apart. {_verdict(gap, width_noise(model, answers))}"
         )
+
+
+def _verdict(gap: float, noise: float | None) -> str:
+    """What a gap means on a model whose logits rounding moves by `noise`."""
+    if noise is None:
+        return "The answers are too short to tell what rounding does on this model: raise --max-new-tokens."
+    if gap > noise:
+        return f"Rounding explains {noise:.3f} on this model, which is less: please report this as a fault."
+    return (
+        f"Reading one token or many at once moves this model's logits by up to {noise:.3f}, so both texts "
+        "are the model's own; with --dtype fp32 they are the same."
+    )
 
 
 def _greedy(max_new_tokens: int) -> Any:

@@ -8,8 +8,14 @@ import torch
 from bench_fakes import record
 from paceline.bench.arms import ArmName
 from paceline.bench.check import CheckOutcome
-from paceline.bench.near_ties import Difference, find_differences, first_difference, logit_gaps, width_noise
-from paceline.errors import ConfigError
+from paceline.bench.near_ties import (
+    Difference,
+    answered_sequences,
+    find_differences,
+    first_difference,
+    logit_gaps,
+    width_noise,
+)
 from paceline.testing import tiny_model
 
 HF, NONE = ArmName("hf_generate"), ArmName("none")
@@ -80,8 +86,7 @@ def test_noise_grows_with_the_percentile():
 
 
 def test_noise_needs_texts_longer_than_the_width():
-    with pytest.raises(ConfigError, match="64"):
-        width_noise(tiny_model(), sequences(2, 64))
+    assert width_noise(tiny_model(), sequences(2, 64)) is None
 
 
 def difference(gap):
@@ -93,3 +98,31 @@ def test_a_gap_above_the_noise_is_a_violation():
         0.25, 3, tuple(difference(gap) for gap in (0.0, 0.25, 0.26, float("inf"), float("nan")))
     )
     assert len(outcome.violations) == 3
+
+
+def test_later_turns_are_not_compared_after_a_difference(ranked):
+    from dataclasses import replace
+
+    def two_turns(arm, first, second):
+        one, other = record(arm, 0, first, 1.0), record(arm, 0, second, 1.0, turn=1)
+        return replace(one, turns=(*one.turns, *other.turns))
+
+    records = [two_turns(HF, [7, 7], [8, 8]), two_turns(NONE, [7, 9], [9, 9])]
+    [found] = find_differences(records, [HF, NONE], ranked[0])
+    assert (found.turn, found.position) == (0, 1)
+
+
+def test_equal_partings_are_judged_once(ranked, monkeypatch):
+    from paceline.bench import near_ties
+
+    judged = []
+    monkeypatch.setattr(near_ties, "logit_gaps", lambda *place: judged.append(place) or (0.0, 0.0))
+    lookup = ArmName("prompt_lookup", "greedy", 4)
+    records = [record(HF, 0, [7, 7], 1.0), record(NONE, 0, [7, 9], 1.0), record(lookup, 0, [7, 9], 1.0)]
+    assert len(find_differences(records, [HF, NONE, lookup], ranked[0])) == 2
+    assert len(judged) == 1
+
+
+def test_sequences_for_the_noise_are_spread_over_the_run():
+    records = [record(HF, group, [group], 1.0, prompt_ids=(5,)) for group in range(12)]
+    assert [ids[-1] for ids in answered_sequences(records)[:4]] == [0, 3, 6, 9]

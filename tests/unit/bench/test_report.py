@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -71,6 +72,19 @@ def test_the_report_has_a_table_per_suite_and_names_the_differences():
     assert "## builtin, batch 1, 3 prompts" in text
     assert "## gsm8k, batch 1, 3 prompts" in text
     assert "| builtin | phrase/greedy/8 | p1 | 1 | 4 | 0.125 |" in text
+
+
+def test_near_ties_are_counted_among_the_greedy_differences():
+    wide = replace(DIFFERENCE, gap=0.5)
+    sampled = replace(DIFFERENCE, reference="none/sampling", gap=0.0)
+    text = BenchmarkReport(METADATA, [row()], [DIFFERENCE, wide, sampled], 0.25).as_markdown()
+    assert "up to 0.250" in text
+    assert "1 of 2 greedy differences are such near-ties" in text
+
+
+def test_a_run_without_a_reference_claims_nothing():
+    text = BenchmarkReport(METADATA, [row(identical_fraction=None)], []).as_markdown()
+    assert "identical to" not in text
 
 
 def test_a_run_without_differences_says_so():
