@@ -118,7 +118,7 @@ def _teach(
 
 @pytest.fixture(scope="session")
 def smollm2() -> Iterator[Generator]:
-    """The default target in fp32, drafting nothing. Converted once, into the repository's own build folder."""
+    """The default target in fp32, drafting nothing; converted once, into the repository's build folder."""
     import paceline
 
     with pytest.MonkeyPatch.context() as patch:

@@ -52,9 +52,8 @@ class StubTarget:
                 rows.append(self._law(tuple(cached)))
             self._trees[segment.sequence] = segment.tree
             if segment.tree is not None:
-                tokens = segment.tree.token_ids
-                for path in segment.tree.path_table:
-                    rows.append(self._law((*cached, *tokens[path[path >= 0]].tolist())))
+                tokens, paths = segment.tree.token_ids, segment.tree.path_table
+                rows += [self._law((*cached, *tokens[path[path >= 0]].tolist())) for path in paths]
         hidden = torch.stack(rows)
         return TargetOutput(hidden, dict.fromkeys(features, hidden), segments, self.lm_head)
 
@@ -78,7 +77,7 @@ class StubTarget:
 
 
 def scripted_law(prompt_ids: Seq[int], script: Seq[int], vocab_size: int, *, strength: float = 10.0) -> Law:
-    """A law that follows `script` after the prompt (repeated at its end), whatever else was fed on the way."""
+    """A law that follows `script` after the prompt, over and over, whatever the ids are."""
 
     def law(ids: tuple[int, ...]) -> Tensor:
         row = torch.zeros(vocab_size)

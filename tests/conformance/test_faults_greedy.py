@@ -132,7 +132,7 @@ def test_drafters_see_prompt_and_emitted_tokens_after_every_round(wrong, oracle,
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "gpt2"])
 def test_in_half_precision_every_token_is_the_argmax_or_a_near_tie(architecture, tokenizer, target_of):
-    """Row 6: judged under its own prefix by the plain model, every bf16 token is the argmax or nearly tied."""
+    """Row 6: judged under its own prefix by the plain model, every bf16 token is the argmax or a tie."""
     target = target_of(architecture, dtype=torch.bfloat16)
     prompt = PROMPTS[2]
     parameters = SamplingParameters(max_new_tokens=60)

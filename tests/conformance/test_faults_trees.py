@@ -39,6 +39,12 @@ def reference_cache(model, ids):
     return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
 
 
+def final_states(model, ids):
+    """[T, D] states after the final norm, by a plain forward."""
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0]
+
+
 class HiddenRecorder(ReplayDrafter):
     """Replays, and keeps the hidden state behind every emitted token, as a draft head would."""
 
@@ -56,16 +62,14 @@ class HiddenRecorder(ReplayDrafter):
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen2-sliding"])
 def test_scattered_accepted_path_leaves_the_cache_of_a_linear_run(architecture, target_of, oracle_of):
-    """Row 8: K/V, hidden states and ids after every round equal a linear run; batch of 2, different branches."""
+    """Row 8: K/V, hidden states and ids equal a linear run after every round; two rows, other branches."""
     target = target_of(architecture)
     expected = {tuple(p): oracle_of(architecture, tuple(p), NUM_NEW) for p in PROMPTS[1:]}
     # One of the two is wrong at its second token, so the two paths differ in length and place.
     drafter = HiddenRecorder(expected, 3, decoys=True)
     spoilt = tuple(PROMPTS[1])
-    drafter.recorded = {
-        **expected,
-        spoilt: [t if i % 2 else (t + 1) % 96 for i, t in enumerate(expected[spoilt])],
-    }
+    every_other = [t if i % 2 else (t + 1) % 96 for i, t in enumerate(expected[spoilt])]
+    drafter.recorded = {**expected, spoilt: every_other}
     engine = SpeculativeEngine(target, drafter)
     sequences = [sequence_of(p) for p in PROMPTS[1:]]
     for sequence in sequences:
@@ -80,21 +84,12 @@ def test_scattered_accepted_path_leaves_the_cache_of_a_linear_run(architecture, 
             slot, length = target._slots[sequence], target.cached_len(sequence)
             assert length == len(ids) - 1
             for layer, (keys, values) in enumerate(reference_cache(target.model, ids)):
-                own = (
-                    target.kv_cache._keys[layer][slot, :, :length],
-                    target.kv_cache._values[layer][slot, :, :length],
-                )
-                torch.testing.assert_close(own[0], keys[:, :length], atol=1e-4, rtol=1e-4)
-                torch.testing.assert_close(own[1], values[:, :length], atol=1e-4, rtol=1e-4)
-            with torch.no_grad():
-                states = target.model(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states[
-                    -1
-                ][0]
-            own_states = torch.stack(drafter.hidden[sequence])
-            first = len(sequence.prompt_ids) - 1
-            torch.testing.assert_close(
-                own_states, states[first : first + len(own_states)], atol=1e-4, rtol=1e-3
-            )
+                for buffers, wanted in ((target.kv_cache._keys, keys), (target.kv_cache._values, values)):
+                    own = buffers[layer][slot, :, :length]
+                    torch.testing.assert_close(own, wanted[:, :length], atol=1e-4, rtol=1e-4)
+            states = final_states(target.model, ids)[len(sequence.prompt_ids) - 1 : -1]
+            own = torch.stack(drafter.hidden[sequence])
+            torch.testing.assert_close(own, states, atol=1e-4, rtol=1e-3)
     assert {0, 3} <= depths
     for sequence in sequences:
         engine.release(sequence)
@@ -148,7 +143,7 @@ def test_tree_logits_equal_plain_forwards_over_each_path(prompt, target_of):
 
 
 class DeepDrafter(ReplayDrafter):
-    """Proposes the whole recording, whatever it was asked for, with tokens beyond the vocabulary at its end."""
+    """Proposes the whole recording, whatever it was asked for, and then tokens beyond the vocabulary."""
 
     def propose(self, sequences, max_nodes):
         trees = []
@@ -160,7 +155,7 @@ class DeepDrafter(ReplayDrafter):
 
 @pytest.mark.parametrize("num_speculative_tokens", [0, 1, 5, 100])
 def test_a_tree_deeper_than_asked_for_is_cut(num_speculative_tokens, target_of, tokenizer, oracle_of):
-    """Row 11: depth beyond the budget, the room or the drafter's own means is clamped, never indexed out of range."""
+    """Row 11: depth beyond the budget or the room is clamped, never indexed out of range."""
     prompt = tuple(PROMPTS[1])
     expected = oracle_of("llama", prompt, NUM_NEW)
     generator = Generator(
@@ -204,7 +199,7 @@ def test_negative_budgets_are_refused(target_of):
 
 
 class FixedShapeDrafter(ReplayDrafter):
-    """Draws its tree from paths of the recorded tokens: `[[0], [0, 0], ...]` becomes prefixes of the chain."""
+    """Merges prefixes of the recorded tokens: the spec `[0], [0, 0], ...` is a chain."""
 
     def __init__(self, recorded, depths):
         super().__init__(recorded, max(depths, default=0))
@@ -218,7 +213,7 @@ class FixedShapeDrafter(ReplayDrafter):
 
 @pytest.mark.parametrize("depths", [[1, 2, 3], [3], [1], [], [0]], ids=str)
 def test_degenerate_trees_equal_a_chain_or_plain_decoding(depths, generator_of, oracle_of):
-    """Row 12: a tree that is a chain works as a chain, a single node as a draft of one, an empty tree as none."""
+    """Row 12: a tree that is a chain works as a chain, an empty tree as plain decoding."""
     prompt = tuple(PROMPTS[2])
     expected = oracle_of("llama", prompt, NUM_NEW)
     parameters = SamplingParameters(max_new_tokens=NUM_NEW)

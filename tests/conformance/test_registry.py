@@ -1,0 +1,184 @@
+"""Every registered drafter with every registered verifier; pairs that cannot work are refused."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+
+import pytest
+import torch
+
+from conftest import PROMPTS
+from paceline import registry
+from paceline.engine.generator import Generator
+from paceline.engine.load import load
+from paceline.errors import ConfigError, UnsupportedFeatureError
+from paceline.registry import drafter_class, drafter_names, verifier_class, verifier_names
+from paceline.sampling import SamplingParameters
+from paceline.testing import TINY_ARCHITECTURES, ReplayDrafter
+
+NUM_NEW = 24
+GREEDY = SamplingParameters(max_new_tokens=NUM_NEW)
+SAMPLED = SamplingParameters(max_new_tokens=NUM_NEW, temperature=0.9, top_k=20, seed=7)
+# What each verifier decodes, and whether it writes the target's own text.
+REQUESTS = {"greedy": GREEDY, "sampling": SAMPLED}
+ARCHITECTURES = sorted(set(TINY_ARCHITECTURES) - {"gpt2-short"})
+
+
+@pytest.fixture
+def build_drafter(target_of, phrase_head_of):
+    """A registered drafter for a tiny target; those that need a head get one that was trained for it."""
+
+    def build(name, architecture):
+        head = phrase_head_of(architecture) if name == "phrase" else None
+        return drafter_class(name).build(target_of(architecture), head, 16)
+
+    return build
+
+
+@pytest.mark.parametrize("drafter", drafter_names())
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_ids_are_those_of_the_oracle(
+    architecture, drafter, build_drafter, target_of, tokenizer, oracle_of
+):
+    """Alone and in a batch; that the oracle's ids are those of `generate` is shown in test_greedy.py."""
+    generator = Generator(
+        target_of(architecture),
+        tokenizer,
+        build_drafter(drafter, architecture),
+        verifier="greedy",
+        num_speculative_tokens=16,
+    )
+    expected = [oracle_of(architecture, tuple(prompt), NUM_NEW) for prompt in PROMPTS]
+    alone = [generator.generate(prompt, GREEDY) for prompt in PROMPTS]
+    together = generator.generate_batch(PROMPTS, GREEDY)
+    for results in (alone, together):
+        assert [list(result.token_ids) for result in results] == expected
+    assert (sum(r.statistics.num_draft_tokens for r in alone) > 0) == (drafter != "none")
+    if drafter == "phrase":
+        assert sum(result.statistics.num_accepted_tokens for result in alone) >= 10
+
+
+@pytest.mark.parametrize("verifier", verifier_names())
+@pytest.mark.parametrize("drafter", drafter_names())
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "mistral-sliding"])
+def test_every_pair_writes_the_text_of_plain_decoding(
+    architecture, drafter, verifier, build_drafter, target_of, tokenizer
+):
+    """Lossless verifiers: the same text as without drafting, in batches of one and of three."""
+    assert verifier_class(verifier).lossless
+    asked = REQUESTS[verifier]
+
+    def answers(name, batch_size):
+        generator = Generator(
+            target_of(architecture),
+            tokenizer,
+            build_drafter(name, architecture),
+            verifier=verifier,
+            max_batch_size=batch_size,
+        )
+        results = generator.generate_batch(PROMPTS, asked)
+        return [(result.token_ids, result.text, result.finish_reason) for result in results]
+
+    expected = answers("none", 1)
+    assert answers(drafter, 1) == answers(drafter, 3) == expected
+
+
+@pytest.mark.parametrize("drafter", drafter_names())
+@pytest.mark.parametrize(
+    ("verifier", "temperature", "message"),
+    [
+        ("greedy", 0.7, "verifier 'greedy' cannot serve temperature 0.7"),
+        ("sampling", 0.0, "verifier 'sampling' cannot serve temperature 0"),
+    ],
+)
+def test_verifiers_refuse_temperatures_that_they_cannot_serve(
+    drafter, verifier, temperature, message, build_drafter, target_of, tokenizer
+):
+    """An explicit mismatch is an error, and leaves nothing behind; the right temperature is then served."""
+    generator = Generator(target_of("llama"), tokenizer, build_drafter(drafter, "llama"), verifier=verifier)
+    with pytest.raises(UnsupportedFeatureError, match=message):
+        generator.generate(PROMPTS[1], SamplingParameters(temperature=temperature))
+    assert not generator.engine.has_work
+    assert generator.generate(PROMPTS[1], REQUESTS[verifier]).token_ids
+
+
+@pytest.mark.parametrize(("parameters", "chosen"), [(GREEDY, "greedy"), (SAMPLED, "sampling")])
+def test_temperature_chooses_the_verifier(parameters, chosen, generator_of):
+    generator = generator_of("llama")
+    answer = generator.open(PROMPTS[1], parameters)
+    generator.engine.round()
+    assert list(generator.engine._verifiers) == [chosen]
+    generator.engine.release(answer.sequence)
+
+
+def test_both_verifiers_serve_one_batch(generator_of, oracle_of):
+    """Rows of one forward may be verified differently."""
+    recorded = {tuple(p): oracle_of("llama", tuple(p), NUM_NEW) for p in PROMPTS}
+    generator = generator_of("llama", ReplayDrafter(recorded, 4, decoys=True))
+    asked = [GREEDY, SAMPLED, GREEDY]
+    alone = [generator.generate(p, own).token_ids for p, own in zip(PROMPTS, asked, strict=True)]
+    assert [r.token_ids for r in generator.generate_batch(PROMPTS, asked)] == alone
+
+
+@pytest.mark.parametrize("drafter", drafter_names())
+def test_a_head_that_does_not_belong_to_the_drafter_is_refused(drafter, target_of, tokenizer, tmp_path):
+    """`none` and `prompt_lookup` have no head; `phrase` needs one, and says where it comes from."""
+    model = target_of("llama").model
+    if drafter == "phrase":
+        with pytest.raises(ConfigError, match="no phrase head is shipped for this target"):
+            load(model=model, tokenizer=tokenizer, drafter=drafter)
+    else:
+        with pytest.raises(ConfigError, match=f"drafter '{drafter}' has no trained head"):
+            load(model=model, tokenizer=tokenizer, drafter=drafter, head=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "nearest"), [("drafter", "fraze", "phrase"), ("verifier", "gredy", "greedy")]
+)
+def test_unknown_names_are_refused_before_a_model_is_touched(kind, name, nearest, tokenizer):
+    with pytest.raises(ConfigError, match=f"unknown {kind} '{name}': did you mean '{nearest}'"):
+        load(model=object(), tokenizer=tokenizer, **{"drafter": "none", kind: name})
+
+
+def test_entry_points_add_drafters_but_never_replace_built_in_ones(
+    monkeypatch, target_of, tokenizer, oracle_of
+):
+    """A package's own drafter is found by its entry point and runs in the same loop."""
+    added = [
+        EntryPoint("replay", "paceline.testing:ReplayDrafter", "paceline.drafters"),
+        EntryPoint("none", "paceline.testing:ReplayDrafter", "paceline.drafters"),
+        EntryPoint("number", "paceline.testing:TINY_VOCAB", "paceline.drafters"),
+    ]
+    monkeypatch.setattr(registry, "entry_points", lambda group: [e for e in added if e.group == group])
+    assert "replay" in drafter_names()
+    assert drafter_class("none").__name__ == "NoDrafter"
+    with pytest.raises(ConfigError, match="not a class"):
+        drafter_class("number")
+    generator = load(model=target_of("llama").model, tokenizer=tokenizer, drafter="replay")
+    assert isinstance(generator.drafter, ReplayDrafter)
+    result = generator.generate(PROMPTS[1], SamplingParameters(max_new_tokens=NUM_NEW, eos_token_ids=()))
+    assert list(result.token_ids) == oracle_of("llama", tuple(PROMPTS[1]), NUM_NEW)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "granite", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_half_precision_decodes_with_every_drafter(architecture, dtype, target_of, tokenizer, phrase_head_of):
+    """No NaN: log-probabilities are finite, and drafting changes tokens at near-ties only."""
+    from paceline.bench.near_ties import first_difference, logit_gaps, width_noise
+
+    target = target_of(architecture, dtype=dtype)
+    answers = {}
+    for name in drafter_names():
+        head = phrase_head_of(architecture) if name == "phrase" else None
+        drafter = drafter_class(name).build(target, head, 16)
+        generator = Generator(target, tokenizer, drafter)
+        answers[name] = generator.generate(PROMPTS[2], SamplingParameters(max_new_tokens=40, logprobs=1))
+        assert all(entry.log_prob <= 0 for entry in answers[name].log_probs)
+    plain = answers["none"].token_ids
+    noise = width_noise(target.model, [[*PROMPTS[2], *plain]])
+    for result in answers.values():
+        position = first_difference(result.token_ids, plain)
+        if position is not None:
+            prefix = [*PROMPTS[2], *plain[:position]]
+            _, gap = logit_gaps(target.model, prefix, result.token_ids[position], plain[position])
+            assert gap <= noise
