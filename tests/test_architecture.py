@@ -26,7 +26,5 @@ def test_modules_explain_themselves_and_have_a_noun_for_a_name(path):
 
 
 def test_only_the_kv_cache_knows_hugging_face_caches():
-    users = {
-        str(path.relative_to(SOURCE)) for path in FILES if "cache_utils" in path.read_text("utf-8")
-    }
+    users = {str(path.relative_to(SOURCE)) for path in FILES if "cache_utils" in path.read_text("utf-8")}
     assert users == {"kv_cache.py"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import PROMPTS
 
+from conftest import PROMPTS
 from paceline.sampling import SamplingParameters
 from paceline.testing import TINY_ARCHITECTURES, ReplayDrafter, greedy_oracle, tiny_model
 

@@ -45,7 +45,7 @@ class HuggingFaceTarget:
     def __init__(self, model: nn.Module, *, fingerprint: str = "", check: bool = True) -> None:
         self.fingerprint = fingerprint
         if model.training:
-            raise ConfigError(f"{type(model).__name__} is in training mode (dropout): call model.eval() first")
+            raise ConfigError(f"{type(model).__name__} is in training mode: call model.eval() first")
         self.model = model
         self.architecture: Architecture = read_architecture(model)
         self._base: nn.Module = self.architecture.base_model
