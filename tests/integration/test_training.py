@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from paceline.training.fit import PhraseFit
 from paceline.training.options import TrainingOptions
 from paceline.training.pipeline import TrainingRun
 from paceline.training.progress import Reporter
+from paceline.training.workers import Task, run_workers
 
 WORDS = [
     "the",
@@ -310,3 +312,30 @@ def test_head_reads_recorded_layers(start: Start, tmp_path: Path) -> None:
     reported = start(feature_layers=(1,)).run()
     assert load_head(tmp_path / "head").config.feature_layers == (1,)
     assert reported["evaluation"]["identical_fraction"] == 1.0
+
+
+def test_two_workers_give_the_answers_of_one(
+    start: Start, tmp_path: Path, target_of: Callable[..., HuggingFaceTarget], tokenizer: Any
+) -> None:
+    folder = tmp_path / "tiny"
+    target_of("llama").model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    found = {}
+    for workers in (1, 2):
+        options = start(
+            target=str(folder), work=tmp_path / f"work{workers}", workers=workers, stop_after="answers"
+        ).context.options
+        options = replace(options, num_tokens=10**6)
+        run = TrainingRun(options, Reporter(quiet=True))
+        run.run()
+        answers = distill.read_answers(run.context.answers_folder)
+        found[workers] = {answer.key: answer.output_ids.tolist() for answer in answers}
+    assert len(found[1]) == 80
+    assert found[1] == found[2]
+
+
+def test_error_of_a_worker_is_told_in_one_line(start: Start, tmp_path: Path) -> None:
+    options = start(target=str(tmp_path / "missing"), workers=2).context.options
+    task = Task("answers", options, tmp_path / "answers", (), 10)
+    with pytest.raises(PacelineError, match=r"a worker failed: .*missing"):
+        run_workers(task, lambda: None, lambda _: None)

@@ -57,11 +57,14 @@ def phrase(
     entries: Annotated[int, Option(help="Phrases.")] = 8000,
     max_words: Annotated[int, Option(help="Most words of a phrase, 1 to 5.")] = 3,
     criterion: Annotated[str, Option(help="How phrases are chosen: accepted or count.")] = "accepted",
+    drop_loops: Annotated[
+        bool, Option(help="Train on answers only up to where they start to go round in circles.")
+    ] = False,
     init: Annotated[Path | None, Option(help="Head to go on from; its phrases stay as they are.")] = None,
     width: Annotated[int, Option(help="Columns of the head's output layer.")] = 256,
     depth: Annotated[int, Option(help="Layers before it.")] = 2,
     dropout: Annotated[float, Option(help="In the head, while training.")] = 0.1,
-    loss: Annotated[str, Option(help="longest, mass or mean_mass.")] = "mass",
+    loss: Annotated[str, Option(help="longest, mass or mean_mass.")] = "longest",
     epochs: Annotated[int, Option(help="Most passes over the data.")] = 12,
     learning_rate: Annotated[float, Option("--learning-rate", "--lr", help="Peak.")] = 2e-3,
     weight_decay: Annotated[float, Option(help="Of AdamW.")] = 0.05,

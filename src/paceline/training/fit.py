@@ -39,7 +39,7 @@ CHOICE_ROWS = 12_000
 class FitOptions:
     """How to fit; see `options.TrainingOptions` for the meaning of the fields."""
 
-    loss: str = "mass"
+    loss: str = "longest"
     epochs: int = 12
     learning_rate: float = 2e-3
     weight_decay: float = 0.05

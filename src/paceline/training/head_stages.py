@@ -15,10 +15,11 @@ from paceline.errors import CheckpointError, ConfigError
 from paceline.heads.checkpoint import LoadedHead, load_head, save_head
 from paceline.heads.phrase import PhraseHead, PhraseHeadConfig
 from paceline.training.context import RunContext, folder_digest, location_digests
-from paceline.training.distill import read_answers
+from paceline.training.distill import Answer, read_answers
 from paceline.training.engine_check import check_in_engine
 from paceline.training.evaluate import HeadEvaluation
 from paceline.training.fit import FitOptions, PhraseFit, start_from_frequencies
+from paceline.training.loops import loop_start
 from paceline.training.provenance import build_provenance, build_readme
 from paceline.training.run_folder import write_json
 from paceline.training.samples import Samples, read_samples
@@ -30,9 +31,11 @@ Reported = Mapping[str, Mapping[str, Any]]
 def vocabulary_dependencies(context: RunContext) -> dict[str, Any]:
     """What the phrases depend on, beside the answers."""
     options = context.options
+    # Named only when it is on, so that runs from before this option existed go on.
+    loops = options.chosen("drop_loops") if options.drop_loops else {}
     if options.init is not None:
-        return {"init": folder_digest(options.init), **options.chosen("held_out")}
-    return options.chosen("entries", "max_words", "criterion", "held_out")
+        return {"init": folder_digest(options.init), **options.chosen("held_out"), **loops}
+    return {**options.chosen("entries", "max_words", "criterion", "held_out"), **loops}
 
 
 def run_vocabulary(context: RunContext) -> dict[str, Any]:
@@ -44,7 +47,7 @@ def run_vocabulary(context: RunContext) -> dict[str, Any]:
         vocabulary = load_head(options.init).vocabulary
     else:
         texts = (
-            answer.output_ids.tolist()
+            _useful_ids(answer, drop_loops=options.drop_loops)
             for answer in read_answers(context.answers_folder)
             if context.is_training(answer.root_key) and len(answer.output_ids)
         )
@@ -65,6 +68,12 @@ def run_vocabulary(context: RunContext) -> dict[str, Any]:
         "mean_tokens": sum(map(len, vocabulary.token_ids)) / len(vocabulary),
         "folder": folder.name,
     }
+
+
+def _useful_ids(answer: Answer, *, drop_loops: bool) -> list[int]:
+    """Output tokens to learn from."""
+    ids: list[int] = answer.output_ids.tolist()
+    return ids[: loop_start(ids)] if drop_loops else ids
 
 
 def fit_dependencies(context: RunContext) -> dict[str, Any]:
@@ -136,7 +145,12 @@ def _samples(context: RunContext, vocabulary: PhraseVocabulary, side: str) -> Sa
     """Samples of one side of the split."""
     belongs = context.is_training if side == "training" else context.is_held_out
     try:
-        return read_samples(context.answers_folder, vocabulary, lambda answer: belongs(answer.root_key))
+        return read_samples(
+            context.answers_folder,
+            vocabulary,
+            lambda answer: belongs(answer.root_key),
+            drop_loops=context.options.drop_loops and side == "training",
+        )
     except ConfigError:
         raise ConfigError(
             f"no {side} answers: give more prompts, a higher --num-tokens, or another --held-out fraction"

@@ -39,6 +39,7 @@ class TrainingOptions:
         entries: phrases.
         max_words: most words of a phrase.
         criterion: how phrases are chosen: `accepted` or `count`.
+        drop_loops: train on answers only up to where they start to go round in circles.
         init: head folder to go on from; its phrases stay as they are.
         width: columns of the head's output layer.
         depth: layers before it.
@@ -81,11 +82,12 @@ class TrainingOptions:
     entries: int = 8000
     max_words: int = 3
     criterion: str = "accepted"
+    drop_loops: bool = False
     init: Path | None = None
     width: int = 256
     depth: int = 2
     dropout: float = 0.1
-    loss: str = "mass"
+    loss: str = "longest"
     epochs: int = 12
     learning_rate: float = 2e-3
     weight_decay: float = 0.05

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from paceline.errors import ConfigError
 from paceline.training.distill import Answer, read_shard, shard_paths
+from paceline.training.loops import loop_start
 from paceline.vocabularies.phrases import PhraseVocabulary
 
 SHARDS_PER_GROUP = 16
@@ -36,8 +37,8 @@ class Samples:
         newest_ids: int64 [N], newest token that the drafter knows.
         entries: int64 [N], longest entry that begins the target text, or -1.
         nodes: int64 [N], deepest trie node that the target text reaches, or -1.
-        is_censored: bool [N], the text was cut off while it still walked down the trie, or its state is
-            unknown.
+        is_censored: bool [N], not trained on: the text was cut off while it still walked down the trie, or
+            its state is unknown, or it lies in a loop that is left out.
         answer_lens: rows of each answer.
         num_empty: answers left out because they have no token.
     """
@@ -89,13 +90,25 @@ class Samples:
         return torch.cat(parts)
 
 
-def read_samples(folder: Path, vocabulary: PhraseVocabulary, is_wanted: Callable[[Answer], bool]) -> Samples:
+def read_samples(
+    folder: Path,
+    vocabulary: PhraseVocabulary,
+    is_wanted: Callable[[Answer], bool],
+    *,
+    drop_loops: bool = False,
+) -> Samples:
     """Samples of the wanted answers in a folder of shards.
+
+    Args:
+        folder: of the shards.
+        vocabulary: gives the targets.
+        is_wanted: which answers.
+        drop_loops: rows behind `loops.loop_start` are censored.
 
     Raises:
         ConfigError: no wanted answer has a token.
     """
-    builder = _Builder(vocabulary)
+    builder = _Builder(vocabulary, drop_loops=drop_loops)
     for path in shard_paths(folder):
         builder.add_shard(list(read_shard(path)), is_wanted)
     return builder.build()
@@ -104,7 +117,8 @@ def read_samples(folder: Path, vocabulary: PhraseVocabulary, is_wanted: Callable
 class _Builder:
     """Collects the rows of answers."""
 
-    def __init__(self, vocabulary: PhraseVocabulary) -> None:
+    def __init__(self, vocabulary: PhraseVocabulary, *, drop_loops: bool) -> None:
+        self.drop_loops = drop_loops
         self.trie = vocabulary.trie
         self.shards: list[Tensor] = []
         self.columns: list[tuple[Tensor, ...]] = []
@@ -137,6 +151,8 @@ class _Builder:
         censored = runs_out & (not answer.is_complete)
         if len(answer.prompt_ids) == 1:
             censored[0] = True  # no state came before the only prompt token
+        if self.drop_loops:
+            censored[loop_start(answer.output_ids.tolist()) :] = True
         shard_ids = torch.full_like(rows, len(self.shards))
         self.columns.append((shard_ids, rows, answer.newest_ids, match.entries, match.nodes, censored))
         self.answer_lens.append(num_rows)

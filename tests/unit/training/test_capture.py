@@ -65,7 +65,7 @@ def test_recaptured_answers_keep_their_rows(target_of: Callable[..., HuggingFace
 
 
 def test_mask_is_the_part_behind_the_prompt(tokenizer: Any) -> None:
-    """Fault 67: found by prefix difference, so a template without generation blocks cannot empty or fill it."""
+    """Fault 67: found by prefix difference; a template without generation blocks cannot empty or fill it."""
     messages = [{"role": "user", "content": "the man"}]
     prompt_ids = chat_ids(tokenizer, messages)
     answer_ids = [*tokenizer("in the hat")["input_ids"], tokenizer.eos_token_id]
@@ -76,7 +76,7 @@ def test_mask_is_the_part_behind_the_prompt(tokenizer: Any) -> None:
 
 
 def test_rendered_conversation_begins_with_what_generation_saw(tokenizer: Any) -> None:
-    """Fault 69: the template's own rendering of a finished conversation continues prompt and generated ids."""
+    """Fault 69: the template's rendering of a finished conversation continues prompt and generated ids."""
     messages = [{"role": "user", "content": "the man"}]
     prompt_ids = chat_ids(tokenizer, messages)
     answer_ids = tokenizer("in the hat")["input_ids"]

@@ -141,7 +141,8 @@ def test_average_of_the_weights_is_what_counts(fit_of: Callable[..., PhraseFit])
 def test_learning_rate_rises_then_falls_to_zero(fit_of: Callable[..., PhraseFit]) -> None:
     fit = fit_of(epochs=10)
     rates = []
-    for fit.num_steps in range(fit.options.epochs * fit.steps_per_epoch):
+    for step in range(fit.options.epochs * fit.steps_per_epoch):
+        fit.num_steps = step
         rates.append(fit._schedule())
     peak = rates.index(max(rates))
     assert 0 < rates[0] < 1

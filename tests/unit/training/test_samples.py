@@ -48,7 +48,7 @@ def samples_of(tmp_path: Path) -> Callable[..., Samples]:
 def test_prints_input_target_and_mask_of_every_row(
     samples_of: Callable[..., Samples], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fault 66: every output token, the first and the end included, is predicted by the row in front of it."""
+    """Fault 66: every output token, first and end included, is predicted by the row in front of it."""
     prompt, output = [5, 6, 7], [10, 11, 50, 12, 14, EOS]
     samples = samples_of([answer(prompt, output)])
     trained = set(samples.trained.tolist())
@@ -114,17 +114,16 @@ def test_no_answer_at_all_is_an_error(samples_of: Callable[..., Samples]) -> Non
 
 def test_states_of_any_rows_come_in_their_order(samples_of: Callable[..., Samples]) -> None:
     generator = torch.Generator().manual_seed(0)
-    shards = []
-    for shard in range(3):
-        shards.append(
-            [
-                Answer(
-                    f"{shard}-{i}", f"{shard}-{i}", "s", torch.tensor([5, 6]), torch.tensor([12] * (i + 1)),
-                    torch.randn(i + 1, 2, 3, generator=generator), True,
-                )
-                for i in range(4)
-            ]
-        )  # fmt: skip
+    shards = [
+        [
+            Answer(
+                f"{shard}-{i}", f"{shard}-{i}", "s", torch.tensor([5, 6]), torch.tensor([12] * (i + 1)),
+                torch.randn(i + 1, 2, 3, generator=generator), True,
+            )
+            for i in range(4)
+        ]
+        for shard in range(3)
+    ]  # fmt: skip
     wanted = {"0-1", "0-3", "1-0", "2-2", "2-3"}
     samples = samples_of(*shards, wanted=lambda a: a.key in wanted)
     expected = torch.cat([a.states for shard in shards for a in shard if a.key in wanted])
