@@ -118,3 +118,11 @@ def test_intervals_become_objects_and_plain_figures_stay_numbers(rows):
         "identical_fraction",
     ]:
         assert name in stored
+
+
+def test_plain_decoding_for_a_speed_up_has_the_same_verifier():
+    sampled, plain = ArmName("phrase", "sampling", 8), ArmName("none", "sampling")
+    arms = [NONE, plain, sampled]
+    records = [record(arm, 0, [7, 8], seconds) for arm, seconds in zip(arms, (8.0, 4.0, 2.0), strict=True)]
+    rows = result_rows(records, arms, seed=0)
+    assert [row.speedup_vs_none.value for row in rows] == [1.0, 1.0, 2.0]

@@ -75,6 +75,23 @@ def test_an_answer_closed_early_keeps_what_was_said_and_frees_its_cache(generato
     assert result.token_ids == generator_of().chat(conversation.messages[:-1], PARAMETERS).token_ids
 
 
+def test_an_interrupt_in_the_last_round_leaves_no_sequence_running(generator_of, monkeypatch):
+    conversation = Conversation(generator_of(), PARAMETERS)
+    engine = conversation.generator.engine
+
+    def interrupted(sequence):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "_finish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            conversation.ask("hello")
+    assert not engine.has_work
+    result = conversation.ask("go on")
+    assert conversation.num_reused_tokens == 0
+    assert result.token_ids == generator_of().chat(conversation.messages[:-1], PARAMETERS).token_ids
+
+
 def test_a_turn_that_does_not_fit_is_refused_and_changes_nothing(generator_of):
     conversation = Conversation(generator_of(), PARAMETERS)
     conversation.ask("hello")
