@@ -7,6 +7,9 @@ TORCH ?= torch==2.13.0
 OLD_TRANSFORMERS := 5.16
 OLD_VENV := build/venv-transformers-$(OLD_TRANSFORMERS)
 
+# Tests share their cores with other work: threads that wait should sleep, not spin.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 .PHONY: install demo test lint format check-bf16 check-transformers clean
 
 install: $(VENV)/.installed

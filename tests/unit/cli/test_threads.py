@@ -70,6 +70,20 @@ def test_an_exported_thread_count_wins(monkeypatch, torch_threads, given, expect
     assert torch_threads.get_num_threads() == int(expected)
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, threads.SPIN_COUNT),
+        ({"GOMP_SPINCOUNT": "7"}, "7"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, None),
+    ],
+)
+def test_waiting_threads_soon_sleep_unless_the_user_chose(monkeypatch, torch_threads, given, expected):
+    environment = dict(given)
+    threads.configure_threads(environment)
+    assert environment.get("GOMP_SPINCOUNT") == expected
+
+
 def test_the_command_line_imports_no_torch_before_threads_are_set():
     code = (
         "import sys, paceline.cli, paceline.cli.threads as t; assert 'torch' not in sys.modules;"
