@@ -67,8 +67,8 @@ def configure_threads(environment: MutableMapping[str, str] | None = None) -> in
     given = environment.get("OMP_NUM_THREADS", "")
     num_threads = int(given) if given.isdigit() and int(given) > 0 else thread_count()
     environment["OMP_NUM_THREADS"] = str(num_threads)
-    # A thread that spins at a barrier takes its core from the very thread it waits for when anything else runs
-    # here: forwards of 65 ms went to 700 ms. So it spins for a moment only, then sleeps.
+    # A thread that spins at a barrier takes its core from the very thread it waits for when anything else
+    # runs here: forwards of 65 ms went to 700 ms. So it spins for a moment only, then sleeps.
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     # The tokenizer's own pool has nothing to do beside a decoding loop and would compete with it.
