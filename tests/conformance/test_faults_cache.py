@@ -95,7 +95,7 @@ STATEFUL = {
 
 def build(name, settings, suffix="ForCausalLM"):
     config = getattr(transformers, f"{name}Config")(**settings)
-    return getattr(transformers, f"{name}{suffix}")(config)
+    return getattr(transformers, f"{name}{suffix}")(config).eval()
 
 
 @pytest.mark.parametrize("name", sorted(STATEFUL))

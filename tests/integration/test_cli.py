@@ -33,13 +33,14 @@ def base_model_folder(tmp_path_factory):
 
 
 @pytest.fixture
-def run(capsys, model_folder):
+def run(capsys, model_folder, monkeypatch):
     """Run a command in this process; returns exit code, standard output and standard error."""
 
     def run(command, *words, target=model_folder):
         options = ["--target", str(target), "--dtype", "fp32"] if target else []
+        monkeypatch.setattr(sys, "argv", ["paceline", command, *words, *options])
         with pytest.raises(SystemExit) as stopped:
-            cli.main([command, *words, *options])
+            cli.main()
         captured = capsys.readouterr()
         return stopped.value.code, captured.out, captured.err
 
@@ -213,7 +214,7 @@ def test_bench_writes_results_and_prints_a_table(run, suites, tmp_path):
         ("prompt_lookup", 4),
     ]
     assert stored["prompt_ids"] == {"own": ["1", "2"]}
-    assert stored["command"].startswith("paceline ")
+    assert stored["command"].startswith("paceline bench --suite own")
     assert {path.suffix for path in out_folder.iterdir()} == {".json", ".jsonl", ".md", ".png"}
 
 

@@ -44,10 +44,10 @@ class HuggingFaceTarget:
 
     def __init__(self, model: nn.Module, *, fingerprint: str = "", check: bool = True) -> None:
         self.fingerprint = fingerprint
-        if model.training:
-            raise ConfigError(f"{type(model).__name__} is in training mode: call model.eval() first")
         self.model = model
         self.architecture: Architecture = read_architecture(model)
+        if model.training:
+            raise ConfigError(f"{type(model).__name__} is in training mode: call model.eval() first")
         self._base: nn.Module = self.architecture.base_model
         self._cache_argument = (
             "cache" if "cache" in inspect.signature(self._base.forward).parameters else "past_key_values"

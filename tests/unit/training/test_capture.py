@@ -39,8 +39,9 @@ def test_packed_texts_do_not_see_each_other(
 
 def test_nothing_stays_in_the_cache(target_of: Callable[..., HuggingFaceTarget]) -> None:
     target = target_of("llama")
+    before = set(target._slots)  # other tests may keep theirs on this shared target
     capture_states(target, TEXTS)
-    assert not target._slots
+    assert set(target._slots) == before
 
 
 def test_text_as_long_as_the_context_fits(target_of: Callable[..., HuggingFaceTarget]) -> None:
