@@ -80,6 +80,7 @@ def examine() -> dict[str, Any]:
             cores=thread_count(),
             load=load,
             openmp=openmp_libraries(),
+            wait_policy=os.environ.get("OMP_WAIT_POLICY", ""),
             features=features,
             has_gpu=torch.cuda.is_available(),
         ),
@@ -87,7 +88,14 @@ def examine() -> dict[str, Any]:
 
 
 def problems(
-    *, threads: int, cores: int, load: float, openmp: list[str], features: Mapping[str, bool], has_gpu: bool
+    *,
+    threads: int,
+    cores: int,
+    load: float,
+    openmp: list[str],
+    wait_policy: str,
+    features: Mapping[str, bool],
+    has_gpu: bool,
 ) -> list[str]:
     """Known causes of slow decoding among the findings, each with what to do."""
     found = []
@@ -105,6 +113,11 @@ def problems(
         found.append(
             f"{len(openmp)} OpenMP libraries are loaded ({', '.join(Path(p).name for p in openmp)}): "
             "their thread pools compete for the same cores"
+        )
+    if wait_policy.lower() == "active":
+        found.append(
+            "OMP_WAIT_POLICY=active: waiting threads never give way, and any other busy process slows "
+            "decoding more than ten times over; unset it"
         )
     if features and not has_gpu and not (features.get("amx_bf16") or features.get("avx512_bf16")):
         found.append("this processor has no bf16 instructions: --dtype fp32 is the faster choice")

@@ -3,7 +3,8 @@
 A forward of a small model is a chain of short parallel regions. More threads than cores, or a second pool
 beside the first, makes every region wait for the scheduler: measured forwards went from tens of
 milliseconds to seconds. So the process gets exactly one OpenMP pool with one thread per physical core that
-it may use.
+it may use. The wait policy stays OpenMP's default, which spins for a moment and then sleeps: while another
+process ran, it gave 14 tokens/s, `passive` 4 to 15 and `active` 1.
 """
 
 from __future__ import annotations

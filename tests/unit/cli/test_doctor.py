@@ -14,6 +14,7 @@ HEALTHY = {
     "cores": 2,
     "load": 0.1,
     "openmp": ["/lib/libgomp.so.1"],
+    "wait_policy": "",
     "features": {"amx_bf16": True, "avx512_bf16": True},
     "has_gpu": False,
 }
@@ -29,6 +30,7 @@ def test_a_healthy_machine_has_no_problems():
         ({"threads": 4}, "OMP_NUM_THREADS=2"),
         ({"load": 3.0}, "busy"),
         ({"openmp": ["/lib/libgomp.so.1", "/lib/libiomp5.so"]}, "libiomp5.so"),
+        ({"wait_policy": "ACTIVE"}, "unset it"),
         ({"features": {"amx_bf16": False, "avx512_bf16": False}}, "fp32"),
     ],
 )
