@@ -44,7 +44,7 @@ check-bf16: install
 
 # The tests that touch transformers, on the oldest release that is supported (install covers the newest).
 check-transformers: $(OLD_VENV)/.installed
-	$(OLD_VENV)/bin/python -m pytest tests/conformance tests/integration tests/unit/targets $(wildcard tests/e2e)
+	$(OLD_VENV)/bin/python -m pytest tests/conformance tests/integration tests/unit/targets $(wildcard tests/real)
 
 $(OLD_VENV)/.installed: pyproject.toml
 	test -x $(OLD_VENV)/bin/python || $(PYTHON) -m venv $(OLD_VENV)
