@@ -3,8 +3,9 @@
 A forward of a small model is a chain of short parallel regions. More threads than cores, or a second pool
 beside the first, makes every region wait for the scheduler: measured forwards went from tens of
 milliseconds to seconds. So the process gets exactly one OpenMP pool with one thread per physical core that
-it may use. The wait policy stays OpenMP's default, which spins for a moment and then sleeps: while another
-process ran, it gave 14 tokens/s, `passive` 4 to 15 and `active` 1.
+it may use.
+Waiting threads spin for a moment and then sleep (see SPIN_COUNT): OpenMP's own default spins so long that
+forwards of 65 ms went to 700 ms while another process ran.
 """
 
 from __future__ import annotations
@@ -68,8 +69,7 @@ def configure_threads(environment: MutableMapping[str, str] | None = None) -> in
     given = environment.get("OMP_NUM_THREADS", "")
     num_threads = int(given) if given.isdigit() and int(given) > 0 else thread_count()
     environment["OMP_NUM_THREADS"] = str(num_threads)
-    # A thread that spins at a barrier takes its core from the very thread it waits for when anything else
-    # runs here: forwards of 65 ms went to 700 ms. So it spins for a moment only, then sleeps.
+    # A thread that spins at a barrier takes its core from the very thread it waits for.
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     # The tokenizer's own pool has nothing to do beside a decoding loop and would compete with it.
