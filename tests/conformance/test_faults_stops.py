@@ -97,28 +97,38 @@ def test_tokens_behind_a_stop_string_are_neither_cached_nor_observed(writer, scr
 @pytest.mark.parametrize("length", [0, 1, 3, 7])
 @pytest.mark.parametrize("decoys", [False, True], ids=["chain", "tree"])
 def test_early_ends_are_masked_at_every_drafted_position(length, decoys, generator_of, oracle_of, target_of):
-    """Row 17: the text is the constrained oracle's, and no EOS is emitted before `min_new_tokens`."""
-    model, prompt = target_of("llama").model, PROMPTS[1]
+    """Row 17: the text is the constrained oracle's: no EOS before `min_new_tokens`, one right behind it."""
+    model, prompt, shortest = target_of("llama").model, PROMPTS[1], 10
     plain = oracle_of("llama", tuple(prompt), 24)
-    # Ends all over the first twelve tokens: the mask has work to do at each of them.
-    eos = tuple(sorted({plain[0], plain[3], plain[4], plain[9]}))
 
-    def forbid_early_end(logits, ids):
-        if len(ids) - len(prompt) < 12:
-            logits[list(eos)] = float("-inf")
-        return logits
+    def constrained(ends):
+        def forbid_early_end(logits, ids):
+            if len(ids) - len(prompt) < shortest:
+                logits[list(ends)] = float("-inf")
+            return logits
 
-    expected = greedy_oracle(model, prompt, 24, eos_token_ids=eos, process=forbid_early_end)
-    assert expected[:12] != plain[:12]
+        return greedy_oracle(model, prompt, 24, eos_token_ids=ends, process=forbid_early_end)
+
+    # Three ends that the plain text would run into, and one that ends it inside the block that gets there.
+    ends = {plain[0], plain[3], plain[4]}
+    eos = (*ends, constrained(tuple(ends))[shortest + 1])
+    expected = constrained(eos)
+    assert len(expected) == shortest + 2
+    assert expected[:shortest] != plain[:shortest]
     drafters = [ReplayDrafter({tuple(prompt): expected}, length, decoys=decoys), PromptLookupDrafter()]
     # Drafts of the unconstrained text hold the forbidden ends.
     drafters.append(ReplayDrafter({tuple(prompt): plain}, length, decoys=decoys))
     for drafter in drafters:
         result = run(
-            generator_of("llama", drafter), prompt, max_new_tokens=24, min_new_tokens=12, eos_token_ids=eos
+            generator_of("llama", drafter),
+            prompt,
+            max_new_tokens=24,
+            min_new_tokens=shortest,
+            eos_token_ids=eos,
         )
         assert list(result.token_ids) == expected
-        assert not set(result.token_ids[:12]) & set(eos)
+        assert result.finish_reason == "stop"
+        assert not set(result.token_ids[:shortest]) & set(eos)
 
 
 @pytest.mark.parametrize("length", [0, 4, 8])
