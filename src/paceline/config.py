@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-
-import torch
+from typing import TYPE_CHECKING
 
 from paceline.errors import ConfigError
 
-DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_NUM_SPECULATIVE_TOKENS = 16
+"""Most drafted nodes a round: on CPUs a wider tree costs more than it brings (docs/benchmarks.md)."""
+
+# Name -> torch's name: torch itself is imported when a dtype is asked for, not by whoever reads an option.
+DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
@@ -29,10 +35,14 @@ def check_known(kind: str, name: str, known: Iterable[str]) -> None:
 
 def dtype_from_name(name: str) -> torch.dtype:
     """The torch dtype behind `fp32`, `bf16` or `fp16`."""
+    import torch
+
     check_known("dtype", name, DTYPES)
-    return DTYPES[name]
+    dtype: torch.dtype = getattr(torch, DTYPES[name])
+    return dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """`fp32`, `bf16` or `fp16`; other dtypes by torch's own name."""
-    return next((name for name, known in DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))
+    own_name = str(dtype).removeprefix("torch.")
+    return next((name for name, known in DTYPES.items() if known == own_name), own_name)

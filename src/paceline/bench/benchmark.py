@@ -16,7 +16,7 @@ from paceline.bench.report import BenchmarkReport
 from paceline.bench.rows import result_rows
 from paceline.bench.runner import BenchmarkRunner, Progress
 from paceline.bench.suites import Suite, load_suite
-from paceline.config import dtype_name
+from paceline.config import DEFAULT_NUM_SPECULATIVE_TOKENS, dtype_name
 from paceline.engine.generator import Generator
 from paceline.errors import ConfigError
 
@@ -47,7 +47,7 @@ class BenchmarkOptions:
     drafters: tuple[str, ...] = ("none", "prompt_lookup", "phrase")
     verifiers: tuple[str, ...] = ("greedy",)
     baselines: tuple[str, ...] = ("hf_generate",)
-    widths: tuple[int, ...] = (32,)
+    widths: tuple[int, ...] = (DEFAULT_NUM_SPECULATIVE_TOKENS,)
     batch_sizes: tuple[int, ...] = (1,)
     head: Path | None = None
     temperature: float = 1.0

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from paceline.cli.console import notice, notices, output
+from paceline.config import DEFAULT_NUM_SPECULATIVE_TOKENS
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def bench(
     baseline: Annotated[str, Option(help="hf_generate, hf_prompt_lookup, or an empty text.")] = "hf_generate",
     num_speculative_tokens: Annotated[
         str, Option(help="Most drafted nodes a round; several by commas.")
-    ] = "32",
+    ] = str(DEFAULT_NUM_SPECULATIVE_TOKENS),
     batch_size: Annotated[str, Option(help="Prompts decoded at once; several by commas.")] = "1",
     target: Annotated[str, Option(help="Alias, folder, GGUF file or Hub id.")] = "smollm2",
     head: Annotated[Path | None, Option(help="Folder of a trained head; by default the shipped one.")] = None,

@@ -10,6 +10,7 @@ from typer import Option
 
 from paceline.cli.bench import names, numbers, progress_bar
 from paceline.cli.console import notice
+from paceline.config import DEFAULT_NUM_SPECULATIVE_TOKENS
 
 
 def check(
@@ -21,7 +22,9 @@ def check(
     limit: Annotated[int, Option(help="Prompts per suite, evenly spaced over its file.")] = 100,
     max_new_tokens: Annotated[int, Option(help="Most tokens of an answer.")] = 128,
     drafters: Annotated[str, Option(help="Separated by commas.")] = "none,phrase",
-    num_speculative_tokens: Annotated[str, Option(help="Most drafted nodes a round.")] = "32",
+    num_speculative_tokens: Annotated[str, Option(help="Most drafted nodes a round.")] = str(
+        DEFAULT_NUM_SPECULATIVE_TOKENS
+    ),
     head: Annotated[Path | None, Option(help="Folder of a trained head; by default the shipped one.")] = None,
     out: Annotated[Path | None, Option(help="Keep the answers here; the same command then goes on.")] = None,
 ) -> None:

@@ -14,6 +14,7 @@ from rich.text import Text
 from typer import Option
 
 from paceline.cli.console import notice, output
+from paceline.config import DEFAULT_NUM_SPECULATIVE_TOKENS
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,7 +57,9 @@ def demo(
     target: Annotated[str, Option(help="Alias, folder, GGUF file or Hub id.")] = "smollm2",
     drafter: Annotated[str, Option(help="What drafts.")] = "phrase",
     head: Annotated[Path | None, Option(help="Folder of a trained head; by default the shipped one.")] = None,
-    num_speculative_tokens: Annotated[int, Option(help="Most drafted tokens a round.", min=1)] = 32,
+    num_speculative_tokens: Annotated[int, Option(help="Most drafted tokens a round.", min=1)] = (
+        DEFAULT_NUM_SPECULATIVE_TOKENS
+    ),
     max_new_tokens: Annotated[int, Option(help="Most tokens of an answer.", min=1)] = 96,
     dtype: Annotated[str, Option(help="auto, fp32, bf16 or fp16.")] = "auto",
     prompt: Annotated[list[str] | None, Option(help="Your own prompt; may be repeated.")] = None,

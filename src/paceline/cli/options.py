@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from paceline.cli.console import notice
+from paceline.config import DEFAULT_NUM_SPECULATIVE_TOKENS
 from paceline.errors import RequestError
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class ModelOptions:
     ] = None
     num_speculative_tokens: Annotated[
         int, Option(help="Most drafted tokens a round.", min=0, rich_help_panel=MODEL_PANEL)
-    ] = 32
+    ] = DEFAULT_NUM_SPECULATIVE_TOKENS
     dtype: Annotated[str, Option(help="auto, fp32, bf16 or fp16.", rich_help_panel=MODEL_PANEL)] = "auto"
     device: Annotated[str, Option(help="auto, cpu, cuda or mps.", rich_help_panel=MODEL_PANEL)] = "auto"
     trust_remote_code: Annotated[

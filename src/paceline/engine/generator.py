@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
+from paceline.config import DEFAULT_NUM_SPECULATIVE_TOKENS
 from paceline.drafters.base import Drafter
 from paceline.engine.detokenizer import IncrementalDetokenizer
 from paceline.engine.speculate import RoundOutcome, SpeculativeEngine
@@ -92,7 +93,7 @@ class Generator:
         default_parameters: SamplingParameters | None = None,
         eos_token_ids: Seq[int] = (),
         verifier: str | None = None,
-        num_speculative_tokens: int = 32,
+        num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS,
         max_batch_size: int = 16,
     ) -> None:
         self.target = target

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.config import DEFAULT_NUM_SPECULATIVE_TOKENS
 from paceline.errors import ConfigError, UnsupportedFeatureError
 from paceline.registry import drafter_class, verifier_class
 from paceline.sampling import SamplingParameters
@@ -24,7 +25,7 @@ def load(
     verifier: str | None = None,
     dtype: str = "auto",
     device: str = "auto",
-    num_speculative_tokens: int = 32,
+    num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS,
     max_batch_size: int = 16,
     trust_remote_code: bool = False,
     progress: Callable[[str], None] | None = None,

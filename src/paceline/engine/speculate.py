@@ -22,6 +22,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from paceline.config import DEFAULT_NUM_SPECULATIVE_TOKENS
 from paceline.drafters.base import Drafter
 from paceline.engine.log_probs import token_log_probs
 from paceline.engine.processors import TreeProcessor, build_processors
@@ -78,7 +79,7 @@ class SpeculativeEngine:
         target: TargetModel,
         drafter: Drafter,
         *,
-        num_speculative_tokens: int = 32,
+        num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS,
         max_batch_size: int = 16,
         prefill_chunk: int = PREFILL_CHUNK,
     ) -> None:
