@@ -143,53 +143,56 @@ def without(words):
     return process
 
 
+# Tiny models hardly repeat themselves. With these four tokens far ahead of all others they do nothing else,
+# so whatever a processor does to a token that was drafted shortly before shows.
+FIRST, SECOND, THIRD, FOURTH = [i for i in range(3, 96) if i not in PROMPTS[2]][:4]
+FAVOURITES = dict.fromkeys((FIRST, SECOND, THIRD, FOURTH), 12.0)
+BAD_WORDS = ((FIRST,), (SECOND, THIRD), (90, 91, 92))
+NUM_PROMPT = len(PROMPTS[2])
+PROCESSORS = {
+    "none": ({}, lambda logits, ids: logits),
+    "repetition": ({"repetition_penalty": 1.8}, repetition(1.8)),
+    "presence": ({"presence_penalty": 2.0}, occurrences(2.0, 0.0, NUM_PROMPT)),
+    "frequency +2": ({"frequency_penalty": 2.0}, occurrences(0.0, 2.0, NUM_PROMPT)),
+    "frequency -2": ({"frequency_penalty": -2.0}, occurrences(0.0, -2.0, NUM_PROMPT)),
+    "n-grams": ({"no_repeat_ngram_size": 2}, no_repeat(2)),
+    "bad words": ({"bad_words": BAD_WORDS}, without(BAD_WORDS)),
+}
+
+
 @pytest.fixture(scope="module")
-def processed(target_of, oracle_of):
-    """Name -> parameters and the oracle's ids under the same processor."""
-    prompt, num_new = PROMPTS[2], 20
-    plain = oracle_of("llama", tuple(prompt), 24)
-    words = ((plain[1],), (plain[4], plain[5]), (90, 91, 92))
-    amounts = {plain[2]: -50.0, 17: 3.0, 60: 1.5}
-    cases = {
-        "repetition": ({"repetition_penalty": 1.8}, repetition(1.8)),
-        "presence": ({"presence_penalty": 2.0}, occurrences(2.0, 0.0, len(prompt))),
-        "frequency +2": ({"frequency_penalty": 2.0}, occurrences(0.0, 2.0, len(prompt))),
-        "frequency -2": ({"frequency_penalty": -2.0}, occurrences(0.0, -2.0, len(prompt))),
-        "bias": ({"logit_bias": amounts}, bias(amounts)),
-        "n-grams": ({"no_repeat_ngram_size": 1}, no_repeat(1)),
-        "bad words": ({"bad_words": words}, without(words)),
-    }
-    model = target_of("llama").model
-    return {
-        name: (parameters, greedy_oracle(model, prompt, num_new, process=process))
-        for name, (parameters, process) in cases.items()
-    }
+def processed(target_of):
+    """Name -> the oracle's ids under the same bias and processor."""
+    favour = bias(FAVOURITES)
+
+    def written(process):
+        def favour_and_process(logits, ids):
+            return process(favour(logits, ids), ids)
+
+        return greedy_oracle(target_of("llama").model, PROMPTS[2], 20, process=favour_and_process)
+
+    return {name: written(process) for name, (_, process) in PROCESSORS.items()}
 
 
-@pytest.mark.parametrize(
-    "name", ["repetition", "presence", "frequency +2", "frequency -2", "bias", "n-grams", "bad words"]
-)
+@pytest.mark.parametrize("name", PROCESSORS)
 def test_processors_act_at_every_drafted_position_as_in_plain_decoding(
     name, processed, generator_of, oracle_of
 ):
-    """Row 33: the output is the oracle's with the same processor, whatever is drafted, not the plain one."""
+    """Row 33: the output is the oracle's with the same processors, whatever is drafted, not the plain one."""
     prompt = tuple(PROMPTS[2])
-    parameters, expected = processed[name]
-    plain = oracle_of("llama", prompt, 24)
-    # A tiny model hardly repeats itself: there the penalties on its own output may change nothing.
-    assert name in ("presence", "frequency +2") or expected != plain[:20]
-    for recorded in (expected, plain):
+    expected, favoured, plain = processed[name], processed["none"], oracle_of("llama", prompt, 24)
+    assert expected != (plain[:20] if name == "none" else favoured)
+    parameters = SamplingParameters(max_new_tokens=20, logit_bias=FAVOURITES, **PROCESSORS[name][0])
+    for recorded in (expected, favoured, plain):
         for settings in ({"length": 4}, {"length": 5, "wrong": 3, "decoys": True}):
             drafter = ReplayDrafter({prompt: recorded}, **settings)
-            result = generator_of("llama", drafter).generate(
-                list(prompt), SamplingParameters(max_new_tokens=20, **parameters)
-            )
+            result = generator_of("llama", drafter).generate(list(prompt), parameters)
             assert list(result.token_ids) == expected
 
 
 def test_opposite_penalties_differ(processed):
     """Row 33: a sign that is lost would make them equal."""
-    assert processed["frequency +2"][1] != processed["frequency -2"][1]
+    assert processed["frequency +2"] != processed["frequency -2"]
 
 
 @pytest.mark.parametrize(

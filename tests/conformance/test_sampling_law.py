@@ -135,6 +135,15 @@ def test_text_of_a_seed_is_the_same_with_every_drafter_tree_and_company(
     assert accepted[2:6] == [30, 30, 51, 51]
 
 
+def test_text_of_a_seed_goes_on_alike_when_its_beginning_becomes_the_prompt(generator_of):
+    """Randomness belongs to absolute positions: cutting a text and going on from there changes nothing."""
+    generator = generator_of("llama")
+    whole = generator.generate(PROMPTS[1], SAMPLED).token_ids
+    for cut in (1, 8, 19):
+        rest = replace(SAMPLED, max_new_tokens=20 - cut)
+        assert generator.generate([*PROMPTS[1], *whole[:cut]], rest).token_ids == whole[cut:]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_half_precision_samples_only_possible_tokens(dtype, target_of, tokenizer):
     """bf16 and fp16: no NaN, nothing outside the filters, the same text for the same seed and shape."""
