@@ -64,6 +64,8 @@ def generator_of(target_of: Callable[..., HuggingFaceTarget], tokenizer: Any) ->
     """Generator over a tiny target with any drafter."""
 
     def make(architecture: str = "llama", drafter: Any = None, **settings: Any) -> Generator:
+        # Room for every replayed tree; the default width is a matter of speed.
+        settings.setdefault("num_speculative_tokens", 64)
         return Generator(target_of(architecture), tokenizer, drafter or NoDrafter(), **settings)
 
     return make
