@@ -154,7 +154,7 @@ def test_first_difference_of_two_answers_is_reported_with_its_margin(oracle, tar
     assert first_difference(other, oracle) == 5
     model = target_of("llama").model
     top2_gap, gap = logit_gaps(model, [*PROMPT, *oracle[:5]], oracle[5], other[5])
-    logits = model(torch.tensor([[*PROMPT, *oracle[:5]]])).logits[0, -1]
+    logits = model(torch.tensor([[*PROMPT, *oracle[:5]]])).logits[0, -1].detach()
     best = logits.topk(2).values
     assert top2_gap == pytest.approx(float(best[0] - best[1]), abs=1e-4)
     assert gap == pytest.approx(float(best[0] - logits[other[5]]), abs=1e-4)
