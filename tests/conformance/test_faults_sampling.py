@@ -210,14 +210,14 @@ def test_options_that_are_not_supported_are_refused_by_name(generator_of):
     """Row 33: unknown parameters, and beams that a model's own configuration wants, are refused by name."""
     from types import SimpleNamespace
 
-    from paceline.engine.load import default_parameters
+    from paceline.engine.model_defaults import default_parameters
 
     with pytest.raises(ConfigError, match="'num_beams'"):
         SamplingParameters().updated({"num_beams": 4})
     with pytest.raises(ConfigError, match="did you mean 'repetition_penalty'"):
         SamplingParameters().updated({"repetition_penalti": 1.3})
     beams = SimpleNamespace(generation_config=SimpleNamespace(num_beams=4))
-    with pytest.raises(UnsupportedFeatureError, match="4 beams"):
+    with pytest.raises(UnsupportedFeatureError, match="num_beams=4"):
         default_parameters(beams)
 
 

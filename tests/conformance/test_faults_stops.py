@@ -230,7 +230,7 @@ def test_without_an_end_the_text_runs_to_the_cap(length, settings, writer, scrip
 
 def test_a_model_without_eos_runs_to_the_cap(target_of, tokenizer, oracle_of):
     """Row 22: `eos_token_id` None in model and tokenizer is no end, not an attribute error."""
-    from paceline.engine.load import eos_token_ids
+    from paceline.engine.model_defaults import eos_token_ids
 
     class Nothing:
         eos_token_id = None

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from paceline.config import DEFAULT_NUM_SPECULATIVE_TOKENS
 from paceline.errors import ConfigError, UnsupportedFeatureError
 from paceline.registry import drafter_class, verifier_class
-from paceline.sampling import SamplingParameters
 
 if TYPE_CHECKING:
     from paceline.engine.generator import Generator
@@ -50,6 +49,7 @@ def load(
         PacelineError: the target, the drafter or the head cannot be used; the message says why.
     """
     from paceline.engine.generator import Generator
+    from paceline.engine.model_defaults import default_parameters, eos_token_ids
     from paceline.targets.huggingface import HuggingFaceTarget
     from paceline.targets.loading import load_model, target_fingerprint
     from paceline.targets.sources import resolve_target
@@ -94,36 +94,3 @@ def _check_model_in_memory(model: Any, tokenizer: Any, dtype: str, device: str) 
         raise UnsupportedFeatureError(
             "adapters that can be swapped (LoRA) are not supported: merge them first"
         )
-
-
-def default_parameters(model: Any) -> SamplingParameters:
-    """Sampling parameters of the model's `generation_config`; greedy unless it says `do_sample`."""
-    config = getattr(model, "generation_config", None)
-    if config is None:
-        return SamplingParameters()
-    changes: dict[str, object] = {}
-    if getattr(config, "repetition_penalty", None) not in (None, 1.0):
-        changes["repetition_penalty"] = float(config.repetition_penalty)
-    if getattr(config, "no_repeat_ngram_size", None):
-        changes["no_repeat_ngram_size"] = int(config.no_repeat_ngram_size)
-    if getattr(config, "do_sample", False):
-        changes["temperature"] = float(1.0 if config.temperature is None else config.temperature)
-        changes["top_k"] = int(getattr(config, "top_k", 0) or 0)
-        changes["top_p"] = float(1.0 if config.top_p is None else config.top_p)
-        changes["min_p"] = float(getattr(config, "min_p", 0.0) or 0.0)
-    if getattr(config, "num_beams", 1) not in (None, 1):
-        raise UnsupportedFeatureError(
-            f"generation_config asks for {config.num_beams} beams: paceline decodes one"
-        )
-    return SamplingParameters().updated(changes)
-
-
-def eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Ids that end a text: the generation config's, else the model's, else the tokenizer's; possibly none."""
-    for owner in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
-        found = getattr(owner, "eos_token_id", None)
-        if isinstance(found, int):
-            return [found]
-        if found:
-            return [int(i) for i in found]
-    return []
