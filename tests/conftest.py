@@ -126,4 +126,4 @@ def smollm2() -> Iterator[Generator]:
     with pytest.MonkeyPatch.context() as patch:
         if not os.environ.get("PACELINE_CACHE_DIR"):
             patch.setenv("PACELINE_CACHE_DIR", str(ROOT / "build" / "cache"))
-        yield paceline.load("smollm2", drafter="none", dtype="fp32", device="cpu")
+        yield paceline.load("smollm2", drafter="none", dtype="fp32", device="cpu", keep_model=True)

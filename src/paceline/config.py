@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.errors import ConfigError
@@ -16,6 +18,10 @@ DEFAULT_NUM_SPECULATIVE_TOKENS = 16
 
 # Name -> torch's name: torch itself is imported when a dtype is asked for, not by whoever reads an option.
 DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+EXECUTIONS = ("auto", "eager", "fast")
+"""How a target's forward is computed."""
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
@@ -46,3 +52,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     """`fp32`, `bf16` or `fp16`; other dtypes by torch's own name."""
     own_name = str(dtype).removeprefix("torch.")
     return next((name for name, known in DTYPES.items() if known == own_name), own_name)
+
+
+def default_cache_dir() -> Path:
+    """`$PACELINE_CACHE_DIR`, else the user's cache folder of the platform."""
+    chosen = os.environ.get("PACELINE_CACHE_DIR")
+    if chosen:
+        return Path(chosen).expanduser()
+    from platformdirs import user_cache_dir
+
+    return Path(user_cache_dir("paceline", appauthor=False))

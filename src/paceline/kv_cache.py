@@ -12,6 +12,7 @@ concatenated or cloned.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from ctypes import c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +93,7 @@ class KVCache(Cache):  # type: ignore[misc]
         self._keys: list[Tensor] = [torch.empty(0)] * len(shapes)
         self._values: list[Tensor] = [torch.empty(0)] * len(shapes)
         self._window: WriteWindow | None = None
+        self._addresses: tuple[Any, Any, int, int] | None = None
         self.num_slots = 0
         self.capacity = 0
         self.reserve(1, 1)
@@ -120,6 +122,7 @@ class KVCache(Cache):  # type: ignore[misc]
             for number, (layer, is_value) in enumerate(members):
                 (self._values if is_value else self._keys)[layer] = grown[number]
         self.num_slots, self.capacity = num_slots, capacity
+        self._addresses = None
 
     def open_window(self, first_slot: int, starts: Seq[int], num_tokens: int) -> int:
         """Announce the next forward: rows `first_slot...` each write `num_tokens` at their own start.
@@ -170,6 +173,23 @@ class KVCache(Cache):  # type: ignore[misc]
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Cached length of the window's first row, for models that build positions themselves."""
         return 0 if self._window is None else self._window.starts[0]
+
+    def layer_addresses(self) -> tuple[Any, Any, int, int]:
+        """For kernels: pointers to every layer's keys and values, and their strides.
+
+        Returns:
+            Arrays of addresses of [slots, H, S, D] blocks for keys and for values, elements from one slot to
+            the next, and elements from one head to the next.
+        """
+        if self._addresses is None:
+            first = self._keys[0]
+            self._addresses = (
+                (c_void_p * len(self._keys))(*[keys.data_ptr() for keys in self._keys]),
+                (c_void_p * len(self._values))(*[values.data_ptr() for values in self._values]),
+                first.stride(0),
+                first.stride(1),
+            )
+        return self._addresses
 
     @torch.inference_mode()
     def compact(self, slot: int, start: int, path: Seq[int]) -> None:

@@ -109,6 +109,7 @@ def tiny_model(
     seed: int = 1,
     dtype: torch.dtype = torch.float32,
     attention: str | None = None,
+    **overrides: Any,
 ) -> Any:
     """A random model of a few thousand parameters, with logits that are far from flat.
 
@@ -117,12 +118,13 @@ def tiny_model(
         seed: of the weights; the global generator is left as it was.
         dtype: of the weights.
         attention: Hugging Face attention implementation; by default sdpa where the architecture has it.
+        overrides: settings of the configuration to change.
     """
     import transformers
 
     check_known("tiny architecture", architecture, TINY_ARCHITECTURES)
     model_class, config_class, settings = TINY_ARCHITECTURES[architecture]
-    config = getattr(transformers, config_class)(**settings)
+    config = getattr(transformers, config_class)(**{**settings, **overrides})
     config._attn_implementation = attention or ("eager" if architecture == "gemma2" else "sdpa")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

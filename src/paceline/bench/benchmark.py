@@ -99,6 +99,7 @@ class BenchmarkOptions:
             "fingerprint": generator.target.fingerprint,
             "dtype": dtype_name(generator.target.dtype),
             "device": str(generator.target.device),
+            "execution": getattr(generator.target, "execution", "eager"),
             "cpu": described["cpu"],
             "threads": described["threads"],
             "max_new_tokens": self.max_new_tokens,

@@ -39,6 +39,7 @@ def bench(
     head: Annotated[Path | None, Option(help="Folder of a trained head; by default the shipped one.")] = None,
     dtype: Annotated[str, Option(help="auto, fp32, bf16 or fp16.")] = "auto",
     device: Annotated[str, Option(help="auto, cpu, cuda or mps.")] = "auto",
+    execution: Annotated[str, Option(help="auto, fast or eager.")] = "auto",
     temperature: Annotated[float, Option(help="Of the sampling verifier.")] = 1.0,
     seed: Annotated[int, Option(help="Of sampling and of the intervals.")] = 0,
 ) -> None:
@@ -64,7 +65,15 @@ def bench(
         seed=seed,
     )
     options.load_suites()
-    generator = paceline.load(target, drafter="none", dtype=dtype, device=device, progress=notice)
+    generator = paceline.load(
+        target,
+        drafter="none",
+        dtype=dtype,
+        device=device,
+        execution=execution,
+        keep_model=True,
+        progress=notice,
+    )
     command = shlex.join(["paceline", *sys.argv[1:]])
     with progress_bar() as on_progress:
         report = run_benchmark(

@@ -17,6 +17,7 @@ def check(
     target: Annotated[str, Option(help="Alias, folder, GGUF file or Hub id.")] = "smollm2",
     dtype: Annotated[str, Option(help="auto, fp32, bf16 or fp16.")] = "bf16",
     device: Annotated[str, Option(help="auto, cpu, cuda or mps.")] = "auto",
+    execution: Annotated[str, Option(help="auto, fast or eager.")] = "auto",
     suite: Annotated[str, Option(help="Suites, separated by commas.")] = "check",
     data: Annotated[Path | None, Option(help="Folder of NAME.jsonl files.")] = None,
     limit: Annotated[int, Option(help="Prompts per suite, evenly spaced over its file.")] = 100,
@@ -42,7 +43,15 @@ def check(
         widths=tuple(numbers("--num-speculative-tokens", num_speculative_tokens)),
         head=head,
     )
-    generator = paceline.load(target, drafter="none", dtype=dtype, device=device, progress=notice)
+    generator = paceline.load(
+        target,
+        drafter="none",
+        dtype=dtype,
+        device=device,
+        execution=execution,
+        keep_model=True,
+        progress=notice,
+    )
     with progress_bar() as on_progress:
         outcome = run_check(options, generator, target=target, out=out, on_progress=on_progress)
     print(f"threshold: {outcome.threshold:.4f} logits (noise of the reference between widths 1 and 64)")

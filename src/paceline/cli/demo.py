@@ -62,6 +62,7 @@ def demo(
     ),
     max_new_tokens: Annotated[int, Option(help="Most tokens of an answer.", min=1)] = 96,
     dtype: Annotated[str, Option(help="auto, fp32, bf16 or fp16.")] = "auto",
+    execution: Annotated[str, Option(help="auto, fast or eager.")] = "auto",
     prompt: Annotated[list[str] | None, Option(help="Your own prompt; may be repeated.")] = None,
 ) -> None:
     """Watch a model answer plainly and with phrases: the same text, sooner."""
@@ -71,7 +72,13 @@ def demo(
 
     console = output()
     plain = paceline.load(
-        target, drafter="none", dtype=dtype, num_speculative_tokens=num_speculative_tokens, progress=notice
+        target,
+        drafter="none",
+        dtype=dtype,
+        num_speculative_tokens=num_speculative_tokens,
+        execution=execution,
+        keep_model=True,
+        progress=notice,
     )
     [arm] = engine_arms(plain, [drafter], ["greedy"], [num_speculative_tokens], head=head)
     drafted: Generator = arm.generator  # type: ignore[attr-defined]

@@ -15,6 +15,7 @@ from typer import Option
 
 from paceline.cli.console import output
 from paceline.cli.threads import thread_count
+from paceline.config import default_cache_dir
 
 REQUIRED = (
     "paceline",
@@ -56,7 +57,6 @@ def examine() -> dict[str, Any]:
 
     from paceline.bench.metadata import cpu_features, cpu_model, package_versions
     from paceline.heads.checkpoint import pretrained_heads
-    from paceline.targets.sources import default_cache_dir
 
     cache = default_cache_dir()
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0

@@ -52,6 +52,9 @@ class ModelOptions:
     ] = DEFAULT_NUM_SPECULATIVE_TOKENS
     dtype: Annotated[str, Option(help="auto, fp32, bf16 or fp16.", rich_help_panel=MODEL_PANEL)] = "auto"
     device: Annotated[str, Option(help="auto, cpu, cuda or mps.", rich_help_panel=MODEL_PANEL)] = "auto"
+    execution: Annotated[
+        str, Option(help="auto, fast (compiled kernels) or eager.", rich_help_panel=MODEL_PANEL)
+    ] = "auto"
     trust_remote_code: Annotated[
         bool,
         Option(
@@ -71,6 +74,7 @@ class ModelOptions:
             dtype=self.dtype,
             device=self.device,
             num_speculative_tokens=self.num_speculative_tokens,
+            execution=self.execution,
             trust_remote_code=self.trust_remote_code,
             progress=notice,
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.config import DEFAULT_NUM_SPECULATIVE_TOKENS
+from paceline.config import DEFAULT_NUM_SPECULATIVE_TOKENS, EXECUTIONS, check_known
 from paceline.errors import ConfigError, UnsupportedFeatureError
 from paceline.registry import drafter_class, verifier_class
 
@@ -26,6 +26,8 @@ def load(
     device: str = "auto",
     num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS,
     max_batch_size: int = 16,
+    execution: str = "auto",
+    keep_model: bool = False,
     trust_remote_code: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Generator:
@@ -42,6 +44,11 @@ def load(
         device: `auto`, `cpu`, `cuda` or `mps`.
         num_speculative_tokens: most drafted nodes per round and sequence.
         max_batch_size: requests decoded at once.
+        execution: `fast` runs compiled kernels on packed weights, `eager` the model's own forward. `auto` is
+            `fast` where this machine and this model allow it; for a model in memory it is `eager`, since
+            packing makes a second copy of its weights.
+        keep_model: keep the loaded Hugging Face model usable (`generator.target.model`) beside the packed
+            weights; otherwise weights that are packed are dropped from it.
         trust_remote_code: allow code from the model's repository.
         progress: called with a line when something takes long (first conversion of a GGUF).
 
@@ -51,25 +58,44 @@ def load(
     from paceline.engine.generator import Generator
     from paceline.engine.model_defaults import default_parameters, eos_token_ids
     from paceline.targets.huggingface import HuggingFaceTarget
-    from paceline.targets.loading import load_model, target_fingerprint
+    from paceline.targets.loading import LoadedModel, load_model, target_fingerprint
     from paceline.targets.sources import resolve_target
 
     if (target is None) == (model is None):
         raise ConfigError("give either a target's name or a model in memory (model=, tokenizer=), not both")
+    check_known("execution", execution, EXECUTIONS)
     build_drafter = drafter_class(drafter)
     if verifier is not None:
         verifier_class(verifier)
-    if model is None:
-        loaded = load_model(
+
+    def freeze(model: Any, tokenizer: Any, execution: str, *, releases: bool = False) -> HuggingFaceTarget:
+        fingerprint = target_fingerprint(model, tokenizer)
+        return HuggingFaceTarget(
+            model, fingerprint=fingerprint, execution=execution, releases_model=releases, progress=progress
+        )
+
+    def load_loaded() -> LoadedModel:
+        return load_model(
             resolve_target(str(target), progress=progress),
             dtype=dtype,
             device=device,
             trust_remote_code=trust_remote_code,
         )
-        model, tokenizer = loaded.model, loaded.tokenizer
+
+    if model is None:
+        loaded = load_loaded()
+        tokenizer = loaded.tokenizer
+        try:
+            frozen = freeze(loaded.model, tokenizer, execution, releases=not keep_model)
+        except UnsupportedFeatureError:
+            if execution != "auto":
+                raise
+            # Found out too late, with the weights dropped: once more, without the fast path.
+            frozen = freeze(load_loaded().model, tokenizer, "eager")
+        model = frozen.model
     else:
         _check_model_in_memory(model, tokenizer, dtype, device)
-    frozen = HuggingFaceTarget(model, fingerprint=target_fingerprint(model, tokenizer))
+        frozen = freeze(model, tokenizer, "eager" if execution == "auto" else execution)
     return Generator(
         frozen,
         tokenizer,

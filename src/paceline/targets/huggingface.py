@@ -10,7 +10,7 @@ configuration and confirmed against the model's own forward when the target is b
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -18,13 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import ConfigError, ShapeError
+from paceline.config import EXECUTIONS, check_known
+from paceline.errors import ConfigError, IncompatibleModelError, ShapeError, UnsupportedFeatureError
 from paceline.kv_cache import KVCache
 from paceline.sequence import Segment, Sequence, VerifyResult
 from paceline.targets import attention
 from paceline.targets.architecture import Architecture, read_architecture
 from paceline.targets.base import TargetOutput
-from paceline.targets.probe import check_target, record_layer_shapes, refused_by_model
+from paceline.targets.fast import FastDecoder
+from paceline.targets.probe import check_target, record_layer_shapes, reference_logits, refused_by_model
 
 
 class HuggingFaceTarget:
@@ -32,6 +34,9 @@ class HuggingFaceTarget:
 
     Args:
         model: a causal LM on one device, attention implementation `sdpa` or `eager`.
+        execution: `eager` runs the model's own forward; `fast` compiled kernels on the same weights (see
+            `paceline.targets.fast`); `auto` is `fast` where that is possible and agrees with the model.
+        progress: told in one line what takes time.
         fingerprint: identifies weights and tokenizer (`targets.loading.target_fingerprint`); heads are
             matched by it.
         check: compare against the model's own forward first (a few short forwards).
@@ -42,7 +47,17 @@ class HuggingFaceTarget:
         ConfigError: the model is in training mode.
     """
 
-    def __init__(self, model: nn.Module, *, fingerprint: str = "", check: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        fingerprint: str = "",
+        check: bool = True,
+        execution: str = "eager",
+        releases_model: bool = False,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        check_known("execution", execution, EXECUTIONS)
         self.fingerprint = fingerprint
         self.model = model
         self.architecture: Architecture = read_architecture(model)
@@ -54,6 +69,8 @@ class HuggingFaceTarget:
         )
         weight: Tensor = self.architecture.lm_head.weight
         self._dtype, self._device = weight.dtype, weight.device
+        self._fast: FastDecoder | None = None
+        self.eager_reason = "chosen"
         self._slots: dict[Sequence, int] = {}
         self._cached: dict[Sequence, int] = {}
         with refused_by_model(model):
@@ -66,9 +83,47 @@ class HuggingFaceTarget:
         num_kv_heads = {shape.num_heads for shape in shapes.values()}
         if self._uses_packed_attention and len(num_kv_heads) == 1:
             self._num_groups = self.architecture.num_heads // num_kv_heads.pop()
+        self.num_weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        if execution != "eager" and self._takes_fast_path(execution == "fast", releases_model, progress):
+            return
         if check:
             with refused_by_model(model):
-                check_target(self)
+                check_target(self, reference_logits(self))
+
+    def _takes_fast_path(
+        self, is_required: bool, releases_model: bool, progress: Callable[[str], None] | None
+    ) -> bool:
+        """Build the compiled path and hold it against the model's own forward.
+
+        Returns:
+            Whether it is used; where it is not possible or differs, `eager_reason` says why.
+
+        Raises:
+            UnsupportedFeatureError: it is required, or the weights are gone already, and it cannot be used.
+        """
+        with refused_by_model(self.model):
+            reference = reference_logits(self)
+        try:
+            self._fast = FastDecoder(
+                self.model, self.architecture, releases=releases_model, progress=progress
+            )
+            check_target(self, reference)
+        except (UnsupportedFeatureError, IncompatibleModelError) as error:
+            is_gone = releases_model and self._fast is not None
+            self._fast = None
+            self.eager_reason = str(error)
+            if is_required or is_gone:
+                raise UnsupportedFeatureError(f"execution 'fast': {error}") from error
+            return False
+        self.eager_reason = ""
+        if releases_model:
+            self.model.forward = _no_weights
+        return True
+
+    @property
+    def execution(self) -> str:
+        """`fast` or `eager`: how forwards are computed."""
+        return "eager" if self._fast is None else "fast"
 
     @property
     def vocab_size(self) -> int:
@@ -110,7 +165,9 @@ class HuggingFaceTarget:
     @torch.no_grad()
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states with the model's bias, scale and soft-cap: [..., D] -> [..., V]."""
-        logits: Tensor = self.architecture.lm_head(hidden)
+        logits: Tensor = (
+            self.architecture.lm_head(hidden) if self._fast is None else self._fast.logits(hidden)
+        )
         if self.architecture.logit_scale != 1.0:
             logits = logits * self.architecture.logit_scale
         soft_cap = self.architecture.logit_soft_cap
@@ -144,6 +201,8 @@ class HuggingFaceTarget:
             if segment.sequence not in self._slots:
                 self._slots[segment.sequence] = len(self._slots)
                 self._cached[segment.sequence] = 0
+        if self._fast is not None:
+            return self._forward_fast(self._fast, segments, features)
         outputs: dict[int, TargetOutput] = {}
         order = sorted(range(len(segments)), key=lambda i: self._slots[segments[i].sequence])
         for run in self._runs([segments[i] for i in order]):
@@ -153,6 +212,17 @@ class HuggingFaceTarget:
         if len(outputs) == 1 and order == list(range(len(segments))):
             return outputs[0]
         return self._reordered(segments, order, list(outputs.values()), features)
+
+    def _forward_fast(self, fast: FastDecoder, segments: Seq[Segment], features: Seq[int]) -> TargetOutput:
+        """All segments in one call, whatever their slots and lengths."""
+        starts = [self._cached[segment.sequence] for segment in segments]
+        slots = [self._slots[segment.sequence] for segment in segments]
+        longest = max(start + len(segment) for start, segment in zip(starts, segments, strict=True))
+        self.kv_cache.reserve(max(slots) + 1, longest)
+        hidden, captured = fast.forward(segments, slots, starts, self.embedding, self.kv_cache, features)
+        for segment in segments:
+            self._cached[segment.sequence] += len(segment.prefix_ids)
+        return TargetOutput(hidden, captured, segments, self.lm_head)
 
     def _runs(self, segments: list[Segment]) -> Iterator[list[Segment]]:
         """Split segments, sorted by slot, where their slots are not consecutive."""
@@ -290,3 +360,11 @@ class HuggingFaceTarget:
             moved = next(s for s, used in self._slots.items() if used == last)
             self.kv_cache.move(last, slot, self._cached[moved])
             self._slots[moved] = slot
+
+
+def _no_weights(*_: Any, **__: Any) -> Any:
+    """Stands in for the forward of a model whose weights were packed and dropped."""
+    raise ConfigError(
+        "this model's weights were packed for the fast path and dropped: load it with keep_model=True to use "
+        "it beside paceline"
+    )

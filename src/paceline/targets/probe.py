@@ -63,15 +63,17 @@ def record_layer_shapes(target: HuggingFaceTarget) -> dict[int, LayerShape]:
     return recorder.shapes
 
 
-def check_target(target: HuggingFaceTarget) -> None:
+def check_target(target: HuggingFaceTarget, reference: Tensor) -> None:
     """Compare a tree forward, a rollback and the following step with the model's own forward.
+
+    Args:
+        target: to be checked.
+        reference: its `reference_logits`.
 
     Raises:
         IncompatibleModelError: the logits differ by more than rounding.
     """
-    spread = torch.arange(6) * max(1, (target.vocab_size - 1) // 7) + 1
-    ids: list[int] = (spread % target.vocab_size).tolist()
-    reference = _reference_logits(target, ids)
+    ids = _probe_ids(target)
     sequence = Sequence(ids[:3], SamplingParameters(), frozenset(), 1 << 20, seed=0)
     decoy = ids[5] if ids[5] != ids[3] else ids[4]
     # Breadth-first order puts a decoy before each true node, so the accepted path is not contiguous.
@@ -90,10 +92,18 @@ def check_target(target: HuggingFaceTarget) -> None:
     target.release(sequence)
 
 
-def _reference_logits(target: HuggingFaceTarget, ids: list[int]) -> Tensor:
-    """[T, V] logits of the model's own forward, no cache."""
+def _probe_ids(target: HuggingFaceTarget) -> list[int]:
+    """A prompt of six tokens spread over the vocabulary."""
+    spread = torch.arange(6) * max(1, (target.vocab_size - 1) // 7) + 1
+    ids: list[int] = (spread % target.vocab_size).tolist()
+    return ids
+
+
+def reference_logits(target: HuggingFaceTarget) -> Tensor:
+    """[T, V] logits of the probe's prompt by the model's own forward, no cache."""
+    ids = torch.tensor([_probe_ids(target)], device=target.device)
     with torch.inference_mode():
-        output: Any = target.model(input_ids=torch.tensor([ids], device=target.device), use_cache=False)
+        output: Any = target.model(input_ids=ids, use_cache=False)
     logits: Tensor = output.logits[0].float()
     return logits
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from paceline.config import default_cache_dir
 from paceline.errors import CheckpointError, ConfigError
 from paceline.targets.aliases import ALIASES, file_sha256, obtain_gguf
 from paceline.targets.gguf import FORMAT_VERSION, convert_gguf, is_converted
@@ -39,16 +40,6 @@ class ResolvedTarget:
     name: str
     location: str
     kind: TargetKind
-
-
-def default_cache_dir() -> Path:
-    """`$PACELINE_CACHE_DIR`, else the user's cache folder of the platform."""
-    chosen = os.environ.get("PACELINE_CACHE_DIR")
-    if chosen:
-        return Path(chosen).expanduser()
-    from platformdirs import user_cache_dir
-
-    return Path(user_cache_dir("paceline", appauthor=False))
 
 
 def resolve_target(

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
+from paceline.config import default_cache_dir
 from paceline.errors import CheckpointError, ConfigError, MissingDependencyError
 from paceline.targets import aliases, sources
 from paceline.targets.aliases import ALIASES, Alias, WheelPart
 from paceline.targets.gguf import is_converted
-from paceline.targets.sources import ResolvedTarget, default_cache_dir, resolve_target
+from paceline.targets.sources import ResolvedTarget, resolve_target
 
 PACKAGES = ("tiny_parcel_one", "tiny_parcel_two")
 IMPORT_FAILS = "raise ImportError('this package needs llama.cpp')\n"

@@ -1,0 +1,112 @@
+"""The kernels' structures for ctypes; field by field those of decoder.cpp, linear.hpp and attention.hpp."""
+
+from __future__ import annotations
+
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from typing import ClassVar
+
+FP32, BF16 = 0, 1
+RMS_NORM, LAYER_NORM = 0, 1
+SILU, GELU_TANH, GELU_ERF, RELU = 0, 1, 2, 3
+
+
+class Linear(Structure):
+    """A packed linear layer."""
+
+    _fields_: ClassVar = [
+        ("weights", c_void_p),
+        ("bias", c_void_p),
+        ("num_in", c_int32),
+        ("num_out", c_int32),
+    ]
+
+
+class Norm(Structure):
+    """Weight (null: no norm here) and bias, fp32."""
+
+    _fields_: ClassVar = [("weight", c_void_p), ("bias", c_void_p)]
+
+
+class AttentionShape(Structure):
+    """Heads, scale and soft-cap."""
+
+    _fields_: ClassVar = [
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("scale", c_float),
+        ("soft_cap", c_float),
+    ]
+
+
+class Layer(Structure):
+    """One decoder layer."""
+
+    _fields_: ClassVar = [
+        ("qkv", Linear),
+        ("attention_out", Linear),
+        ("mlp_in", Linear),
+        ("mlp_out", Linear),
+        ("before_attention", Norm),
+        ("after_attention", Norm),
+        ("before_mlp", Norm),
+        ("after_mlp", Norm),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("window", c_int32),
+        ("rope", c_int32),
+    ]
+
+
+class Model(Structure):
+    """Layers and constants of a decoder."""
+
+    _fields_: ClassVar = [
+        ("layers", POINTER(Layer)),
+        ("final_norm", Norm),
+        ("attention", AttentionShape),
+        ("num_layers", c_int32),
+        ("hidden_size", c_int32),
+        ("mlp_size", c_int32),
+        ("dtype", c_int32),
+        ("norm_kind", c_int32),
+        ("activation", c_int32),
+        ("is_gated", c_int32),
+        ("is_parallel", c_int32),
+        ("norms_whole_qk", c_int32),
+        ("rotary_dim", c_int32),
+        ("norm_eps", c_float),
+    ]
+
+
+class Rows(Structure):
+    """Where the rows of a forward stand and what they see; int32 arrays."""
+
+    _fields_: ClassVar = [
+        ("num_rows", c_int32),
+        ("slot", c_void_p),
+        ("write", c_void_p),
+        ("position", c_void_p),
+        ("num_shared", c_void_p),
+        ("tail_start", c_void_p),
+        ("tail", c_void_p),
+    ]
+
+
+class Forward(Structure):
+    """Everything of one forward."""
+
+    _fields_: ClassVar = [
+        ("rows", Rows),
+        ("num_features", c_int32),
+        ("residual", c_void_p),
+        ("cosines", c_void_p),
+        ("sines", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("slot_stride", c_int64),
+        ("head_stride", c_int64),
+        ("hidden", c_void_p),
+        ("feature_layers", c_void_p),
+        ("features", c_void_p),
+    ]

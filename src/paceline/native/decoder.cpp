@@ -1,0 +1,449 @@
+// The decoder layers of a transformer, one call per forward.
+//
+// Python describes the model once (weights packed, see linear.hpp) and then hands over rows of embeddings with
+// their places in the key-value cache. Residuals are kept in fp32; every product takes and gives the dtype of
+// the weights. Threads split each product by columns, everything else by rows, and meet at a barrier between.
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "attention.hpp"
+#include "linear.hpp"
+#include "threads.hpp"
+#include "tile_attention.hpp"
+
+namespace paceline {
+
+enum NormKind : int32_t { RMS_NORM = 0, LAYER_NORM = 1 };
+enum Activation : int32_t { SILU = 0, GELU_TANH = 1, GELU_ERF = 2, RELU = 3 };
+
+struct Norm {
+  const float* weight;  // Null: no norm here.
+  const float* bias;
+};
+
+struct Layer {
+  Linear qkv, attention_out, mlp_in, mlp_out;
+  Norm before_attention, after_attention, before_mlp, after_mlp;
+  const float* query_norm;
+  const float* key_norm;
+  int32_t window;  // Sliding window; 0: all positions.
+  int32_t rope;    // Which table of cosines and sines; -1: none.
+};
+
+struct Model {
+  const Layer* layers;
+  Norm final_norm;
+  AttentionShape attention;
+  int32_t num_layers, hidden_size, mlp_size;
+  int32_t dtype;  // 0: fp32, 1: bf16.
+  int32_t norm_kind, activation;
+  int32_t is_gated;       // mlp_in holds gate and up, sixteen columns of each in turn.
+  int32_t is_parallel;    // Attention and MLP read the same residual.
+  int32_t norms_whole_qk; // Query and key norms run over all heads at once, not head by head.
+  int32_t rotary_dim;
+  float norm_eps;
+};
+
+struct Forward {
+  Rows rows;
+  int32_t num_features;
+  float* residual;     // [rows, hidden_size]: embeddings, overwritten.
+  const float* cosines;  // [tables, rows, rotary_dim / 2]
+  const float* sines;
+  void* const* keys;     // Per layer: [slots, kv heads, capacity, head_dim].
+  void* const* values;
+  int64_t slot_stride, head_stride;  // In elements.
+  void* hidden;                      // [rows, hidden_size] after the final norm.
+  const int32_t* feature_layers;     // Whose inputs go to `features`, each [rows, hidden_size].
+  void* const* features;
+};
+
+inline v16f activate(v16f x, int32_t kind) {
+  switch (kind) {
+    case SILU:
+      return x / (1.0f + exponential(-x));
+    case GELU_TANH:
+      return 0.5f * x * (1.0f + hyperbolic_tangent(0.7978845608f * (x + 0.044715f * x * x * x)));
+    case GELU_ERF: {
+      // erf to 1.5e-7: Abramowitz and Stegun 7.1.26.
+      const v16f z = maximum(x, -x) * 0.70710678f;
+      const v16f t = 1.0f / (1.0f + 0.3275911f * z);
+      v16f p = splat(1.061405429f);
+      p = p * t - 1.453152027f;
+      p = p * t + 1.421413741f;
+      p = p * t - 0.284496736f;
+      p = p * t + 0.254829592f;
+      const v16f erf = 1.0f - p * t * exponential(-z * z);
+      return 0.5f * x * (1.0f + (x < 0.0f ? -erf : erf));
+    }
+    default:
+      return maximum(x, v16f{});
+  }
+}
+
+inline float inverse_rms(const float* x, int size, float eps) {
+  v16f squares = {};
+  for (int d = 0; d < size; d += LANES) squares += load(x + d) * load(x + d);
+  return 1.0f / std::sqrt(sum(squares) / size + eps);
+}
+
+template <class To>
+void normalise(const Norm& norm, int32_t kind, float eps, const float* x, int size, To* out) {
+  if (!norm.weight) {
+    for (int d = 0; d < size; d += LANES) store(out + d, load(x + d));
+    return;
+  }
+  float mean = 0.0f, factor;
+  if (kind == LAYER_NORM) {
+    v16f total = {}, squares = {};
+    for (int d = 0; d < size; d += LANES) total += load(x + d);
+    mean = sum(total) / size;
+    for (int d = 0; d < size; d += LANES) {
+      const v16f centred = load(x + d) - mean;
+      squares += centred * centred;
+    }
+    factor = 1.0f / std::sqrt(sum(squares) / size + eps);
+  } else {
+    factor = inverse_rms(x, size, eps);
+  }
+  for (int d = 0; d < size; d += LANES) {
+    v16f y = (load(x + d) - mean) * factor * load(norm.weight + d);
+    if (norm.bias) y += load(norm.bias + d);
+    store(out + d, y);
+  }
+}
+
+// Memory that only grows, zero at first, aligned for tiles.
+template <class T>
+class Buffer {
+ public:
+  T* get(size_t count) {
+    if (count > size_) {
+      owned_.reset(static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64)), std::free);
+      std::memset(owned_.get(), 0, count * sizeof(T));
+      size_ = count;
+    }
+    return owned_.get();
+  }
+
+ private:
+  std::shared_ptr<T> owned_;
+  size_t size_ = 0;
+};
+
+template <class T>
+struct Scratch {
+  Buffer<T> normed, normed_mlp, attended, inner, input;
+  Buffer<float> qkv, branch;
+};
+
+class Decoder {
+ public:
+  Decoder(const Model& model, int num_threads) : model_(model), pool_(num_threads), attention_(num_threads) {
+    layers_.assign(model.layers, model.layers + model.num_layers);
+#if defined(PACELINE_AMX)
+    if (model.dtype == 1 && TileAttention::fits(model.attention)) tile_attention_.resize(num_threads);
+#endif
+  }
+
+  void forward(const Forward& call) {
+    if (model_.dtype == 1) forward_as(call, bf16_);
+    else forward_as(call, fp32_);
+  }
+
+  void multiply(const Linear& linear, const void* rows, int num_rows, void* out) {
+    if (model_.dtype == 1) multiply_as<bf16>(linear, rows, num_rows, out, bf16_);
+    else multiply_as<float>(linear, rows, num_rows, out, fp32_);
+  }
+
+ private:
+  static int stride_of(int size) { return padded(size); }
+
+  // One product, threads taking pairs of columns as they get to them.
+  template <class T, class Epilogue>
+  void product(const Linear& linear, const T* rows, int stride, int num_rows, Epilogue&& epilogue) {
+    const int pairs = num_pairs(linear), chunk = std::max(1, pairs / (8 * pool_.size()));
+    for (int begin, end; pool_.take(pairs, chunk, begin, end);)
+      for (int pair = begin; pair < end; pair++)
+        multiply_pair<T>(linear, rows, stride, num_rows, pair,
+                         [&](int row, v16f left, v16f right) { epilogue(row, pair, left, right); });
+  }
+
+  template <class T>
+  void multiply_as(const Linear& linear, const void* input, int num_rows, void* out, Scratch<T>& scratch) {
+    const int stride = stride_of(linear.in), rows_up = (num_rows + 15) / 16 * 16;
+    T* rows = scratch.input.get(size_t(rows_up) * stride);
+    for (int row = 0; row < num_rows; row++) {
+      std::memcpy(rows + size_t(row) * stride, static_cast<const T*>(input) + size_t(row) * linear.in,
+                  linear.in * sizeof(T));
+      std::memset(rows + size_t(row) * stride + linear.in, 0, (stride - linear.in) * sizeof(T));
+    }
+    pool_.run([&](int) {
+      open_tiles();
+      product<T>(linear, rows, stride, num_rows, [&](int row, int pair, v16f left, v16f right) {
+        T* to = static_cast<T*>(out) + size_t(row) * linear.out + pair * PAIR;
+        const int room = linear.out - pair * PAIR;
+        if (room >= PAIR) {
+          store(to, left);
+          store(to + LANES, right);
+          return;
+        }
+        T both[PAIR];
+        store(both, left);
+        store(both + LANES, right);
+        std::memcpy(to, both, room * sizeof(T));
+      });
+      close_tiles();
+    });
+  }
+
+  template <class T>
+  void forward_as(const Forward& call, Scratch<T>& scratch) {
+    const Model& m = model_;
+    const int rows_up = (call.rows.num_rows + 15) / 16 * 16;
+    const int width = m.attention.num_heads * m.attention.head_dim;
+    State<T> s;
+    s.hidden_stride = stride_of(m.hidden_size);
+    s.width_stride = stride_of(width);
+    s.inner_stride = stride_of(m.mlp_size);
+    s.qkv_stride = stride_of(width + 2 * m.attention.num_kv_heads * m.attention.head_dim);
+    s.normed = scratch.normed.get(size_t(rows_up) * s.hidden_stride);
+    s.normed_mlp = scratch.normed_mlp.get(size_t(rows_up) * s.hidden_stride);
+    s.attended = scratch.attended.get(size_t(rows_up) * s.width_stride);
+    s.inner = scratch.inner.get(size_t(rows_up) * s.inner_stride);
+    s.qkv = scratch.qkv.get(size_t(rows_up) * s.qkv_stride);
+    s.branch = scratch.branch.get(size_t(rows_up) * s.hidden_stride);
+    s.blocks = row_blocks(call.rows);
+    pool_.run([&](int thread) {
+      open_tiles();
+      for (int number = 0; number < m.num_layers; number++) run_layer(call, s, number, thread);
+      T* out = static_cast<T*>(call.hidden);
+      each_row(call, thread, [&](int row) {
+        normalise(m.final_norm, m.norm_kind, m.norm_eps, residual(call, row), m.hidden_size,
+                  out + size_t(row) * m.hidden_size);
+      });
+      close_tiles();
+    });
+  }
+
+  template <class T>
+  struct State {
+    int hidden_stride, width_stride, inner_stride, qkv_stride;
+    T *normed, *normed_mlp, *attended, *inner;
+    float *qkv, *branch;
+    std::vector<std::pair<int, int>> blocks;
+  };
+
+  float* residual(const Forward& call, int row) { return call.residual + size_t(row) * model_.hidden_size; }
+
+  // Rows are dealt out in turn; no work counter, no sharing.
+  template <class Work>
+  void each_row(const Forward& call, int thread, Work&& work) {
+    for (int row = thread; row < call.rows.num_rows; row += pool_.size()) work(row);
+  }
+
+  template <class T>
+  void run_layer(const Forward& call, State<T>& s, int number, int thread) {
+    const Model& m = model_;
+    const Layer& layer = layers_[number];
+    const int rows = call.rows.num_rows, size = m.hidden_size;
+    each_row(call, thread, [&](int row) {
+      const float* x = residual(call, row);
+      for (int i = 0; i < call.num_features; i++)
+        if (call.feature_layers[i] == number)
+          copy_row(x, static_cast<T*>(call.features[i]) + size_t(row) * size, size);
+      normalise(layer.before_attention, m.norm_kind, m.norm_eps, x, size, s.normed + size_t(row) * s.hidden_stride);
+      if (m.is_parallel)
+        normalise(layer.before_mlp, m.norm_kind, m.norm_eps, x, size,
+                  s.normed_mlp + size_t(row) * s.hidden_stride);
+    });
+    pool_.barrier();
+    product<T>(layer.qkv, s.normed, s.hidden_stride, rows, [&](int row, int pair, v16f left, v16f right) {
+      float* to = s.qkv + size_t(row) * s.qkv_stride + pair * PAIR;
+      store(to, left);
+      store(to + LANES, right);
+    });
+    pool_.barrier();
+    each_row(call, thread, [&](int row) { rotate_and_cache<T>(call, s, layer, number, row); });
+    pool_.barrier();
+    attend<T>(call, s, layer, number, thread);
+    pool_.barrier();
+    add_branch(call, s, layer.attention_out, s.attended, s.width_stride, layer.after_attention, thread);
+    pool_.barrier();
+    if (!m.is_parallel) {
+      each_row(call, thread, [&](int row) {
+        normalise(layer.before_mlp, m.norm_kind, m.norm_eps, residual(call, row), size,
+                  s.normed_mlp + size_t(row) * s.hidden_stride);
+      });
+      pool_.barrier();
+    }
+    product<T>(layer.mlp_in, s.normed_mlp, s.hidden_stride, rows,
+               [&](int row, int pair, v16f left, v16f right) {
+                 T* to = s.inner + size_t(row) * s.inner_stride;
+                 if (m.is_gated) {
+                   store(to + pair * LANES, activate(left, m.activation) * right);
+                 } else {
+                   store(to + pair * PAIR, activate(left, m.activation));
+                   store(to + pair * PAIR + LANES, activate(right, m.activation));
+                 }
+               });
+    pool_.barrier();
+    add_branch(call, s, layer.mlp_out, s.inner, s.inner_stride, layer.after_mlp, thread);
+    pool_.barrier();
+  }
+
+  // residual += norm(input * weights)
+  template <class T>
+  void add_branch(const Forward& call, State<T>& s, const Linear& linear, const T* input, int stride,
+                  const Norm& norm, int thread) {
+    const int size = model_.hidden_size;
+    product<T>(linear, input, stride, call.rows.num_rows, [&](int row, int pair, v16f left, v16f right) {
+      const int column = pair * PAIR;
+      if (norm.weight) {
+        float* to = s.branch + size_t(row) * s.hidden_stride + column;
+        store(to, left);
+        store(to + LANES, right);
+        return;
+      }
+      float* to = residual(call, row) + column;
+      store(to, load(to) + left);
+      if (column + PAIR <= size) store(to + LANES, load(to + LANES) + right);
+    });
+    if (!norm.weight) return;
+    pool_.barrier();
+    each_row(call, thread, [&](int row) {
+      float* branch = s.branch + size_t(row) * s.hidden_stride;
+      normalise(norm, model_.norm_kind, model_.norm_eps, branch, size, branch);
+      float* x = residual(call, row);
+      for (int d = 0; d < size; d += LANES) store(x + d, load(x + d) + load(branch + d));
+    });
+  }
+
+  // Norms of queries and keys, rotary positions, and this row's key and value into the cache.
+  template <class T>
+  void rotate_and_cache(const Forward& call, State<T>& s, const Layer& layer, int number, int row) {
+    const AttentionShape& a = model_.attention;
+    const int dim = a.head_dim, num_heads = a.num_heads, num_kv = a.num_kv_heads;
+    float* queries = s.qkv + size_t(row) * s.qkv_stride;
+    float* keys = queries + num_heads * dim;
+    const float* values = keys + num_kv * dim;
+    const int span_q = model_.norms_whole_qk ? num_heads * dim : dim;
+    const int span_k = model_.norms_whole_qk ? num_kv * dim : dim;
+    if (layer.query_norm)
+      for (int at = 0; at < num_heads * dim; at += span_q)
+        normalise(Norm{layer.query_norm, nullptr}, RMS_NORM, model_.norm_eps, queries + at, span_q, queries + at);
+    if (layer.key_norm)
+      for (int at = 0; at < num_kv * dim; at += span_k)
+        normalise(Norm{layer.key_norm, nullptr}, RMS_NORM, model_.norm_eps, keys + at, span_k, keys + at);
+    if (layer.rope >= 0) {
+      const int half = model_.rotary_dim / 2;
+      const size_t at = (size_t(layer.rope) * call.rows.num_rows + row) * half;
+      for (int head = 0; head < num_heads + num_kv; head++)
+        rotate(queries + head * dim, call.cosines + at, call.sines + at, half);
+    }
+    for (int head = 0; head < num_kv; head++) {
+      const size_t to = cache_offset(call, call.rows.slot[row], head) + size_t(call.rows.write[row]) * dim;
+      copy_row(keys + head * dim, static_cast<T*>(call.keys[number]) + to, dim);
+      copy_row(values + head * dim, static_cast<T*>(call.values[number]) + to, dim);
+    }
+  }
+
+  static void rotate(float* x, const float* cosines, const float* sines, int half) {
+    for (int d = 0; d < half; d++) {
+      const float first = x[d], second = x[d + half];
+      x[d] = first * cosines[d] - second * sines[d];
+      x[d + half] = second * cosines[d] + first * sines[d];
+    }
+  }
+
+  template <class T>
+  static void copy_row(const float* from, T* to, int size) {
+    for (int d = 0; d < size; d += LANES) store(to + d, load(from + d));
+  }
+
+  static size_t cache_offset(const Forward& call, int slot, int head) {
+    return size_t(slot) * call.slot_stride + size_t(head) * call.head_stride;
+  }
+
+  template <class T>
+  void attend(const Forward& call, State<T>& s, const Layer& layer, int number, int thread) {
+    const int heads = model_.attention.num_kv_heads, total = int(s.blocks.size()) * heads;
+    for (int begin, end; pool_.take(total, 1, begin, end);) {
+      const auto [first, last] = s.blocks[begin / heads];
+      const int head = begin % heads;
+      const size_t at = cache_offset(call, call.rows.slot[first], head);
+#if defined(PACELINE_AMX)
+      if constexpr (sizeof(T) == 2)
+        if (!tile_attention_.empty()) {
+          tile_attention_[thread].run(model_.attention, call.rows, first, last, head, layer.window,
+                                      static_cast<const T*>(call.keys[number]) + at,
+                                      static_cast<const T*>(call.values[number]) + at, s.qkv, s.qkv_stride,
+                                      s.attended, s.width_stride);
+          continue;
+        }
+#endif
+      attention_[thread].template run<T>(model_.attention, call.rows, first, last, head, layer.window,
+                                         static_cast<const T*>(call.keys[number]) + at,
+                                         static_cast<const T*>(call.values[number]) + at, s.qkv, s.qkv_stride,
+                                         s.attended, s.width_stride);
+    }
+  }
+
+  // Neighbouring rows of a slot that attend together: enough queries to reuse a loaded key, enough blocks for
+  // all threads.
+  std::vector<std::pair<int, int>> row_blocks(const Rows& rows) {
+    const int group = model_.attention.num_heads / model_.attention.num_kv_heads;
+    int queries = 24;
+#if defined(PACELINE_AMX)
+    if (!tile_attention_.empty()) queries = LANES;
+#endif
+    const int longest = std::max(1, queries / group);
+    std::vector<std::pair<int, int>> blocks;
+    for (int first = 0; first < rows.num_rows;) {
+      int last = first + 1;
+      while (last < rows.num_rows && last - first < longest && rows.slot[last] == rows.slot[first]) last++;
+      blocks.emplace_back(first, last);
+      first = last;
+    }
+    return blocks;
+  }
+
+  Model model_;
+  std::vector<Layer> layers_;
+  Pool pool_;
+  std::vector<Attention> attention_;
+#if defined(PACELINE_AMX)
+  std::vector<TileAttention> tile_attention_;
+#endif
+  Scratch<float> fp32_;
+  Scratch<bf16> bf16_;
+};
+
+}  // namespace paceline
+
+extern "C" {
+
+void* paceline_decoder_new(const paceline::Model* model, int32_t num_threads) {
+  return new paceline::Decoder(*model, num_threads);
+}
+void paceline_decoder_free(void* decoder) { delete static_cast<paceline::Decoder*>(decoder); }
+void paceline_decoder_forward(void* decoder, const paceline::Forward* call) {
+  static_cast<paceline::Decoder*>(decoder)->forward(*call);
+}
+// rows [num_rows, in] -> out [num_rows, out], both in the model's dtype.
+void paceline_decoder_multiply(void* decoder, const paceline::Linear* linear, const void* rows,
+                               int32_t num_rows, void* out) {
+  static_cast<paceline::Decoder*>(decoder)->multiply(*linear, rows, num_rows, out);
+}
+// How products of bf16 are computed here: 2 AMX tiles, 1 AVX-512 pairs, 0 fp32 arithmetic.
+int32_t paceline_bf16_kernel() {
+  if (paceline::has_amx()) return 2;
+#if defined(__AVX512BF16__)
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+}  // extern "C"

@@ -1,0 +1,225 @@
+"""The compiled execution path: the same text as the model's own forward, for every family that it runs."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from conftest import PROMPTS
+from paceline.drafters.none import NoDrafter
+from paceline.engine.generator import Generator
+from paceline.engine.load import load
+from paceline.errors import ConfigError, UnsupportedFeatureError
+from paceline.native import build
+from paceline.sampling import SamplingParameters
+from paceline.sequence import Segment, Sequence
+from paceline.targets.huggingface import HuggingFaceTarget
+from paceline.testing import TINY_ARCHITECTURES, ReplayDrafter, greedy_oracle, tiny_model
+from paceline.tree import DraftTree
+
+pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")
+
+NUM_NEW = 24
+GREEDY = SamplingParameters(max_new_tokens=NUM_NEW)
+# Not run by the fast path: scaled residuals, and rotary positions of another kind.
+FOREIGN = {"granite", "cohere"}
+FAMILIES = sorted(set(TINY_ARCHITECTURES) - FOREIGN - {"gpt2-short", "llama-wide-heads"})
+
+
+def settings_of(architecture: str) -> dict[str, int]:
+    """The kernels want sizes that are multiples of 16; heads of 32 go through the tiles where there are any."""
+    wide = {"n_embd": 128} if architecture == "gpt2" else {"hidden_size": 128}
+    has_head_dim = "head_dim" in TINY_ARCHITECTURES[architecture][2]
+    return wide | ({"head_dim": 32} if has_head_dim else {})
+
+
+@cache
+def model_of(architecture: str, dtype: torch.dtype = torch.float32):
+    return tiny_model(architecture, dtype=dtype, **settings_of(architecture))
+
+
+@cache
+def fast_target_of(architecture: str, dtype: torch.dtype = torch.float32) -> HuggingFaceTarget:
+    return HuggingFaceTarget(model_of(architecture, dtype), execution="fast")
+
+
+@cache
+def expected_of(architecture: str) -> dict[tuple[int, ...], list[int]]:
+    return {tuple(p): greedy_oracle(model_of(architecture), p, NUM_NEW) for p in PROMPTS}
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_ids_are_those_of_the_oracle(architecture, tokenizer):
+    """Plain, with trees that have wrong branches, alone and in a ragged batch."""
+    target, expected = fast_target_of(architecture), expected_of(architecture)
+    assert target.execution == "fast"
+    drafters = [NoDrafter(), ReplayDrafter(expected, 4), ReplayDrafter(expected, 4, wrong=2, decoys=True)]
+    for drafter in drafters:
+        generator = Generator(target, tokenizer, drafter, num_speculative_tokens=64)
+        alone = [generator.generate(p, GREEDY) for p in PROMPTS]
+        together = generator.generate_batch(PROMPTS, GREEDY)
+        for results in (alone, together):
+            assert [list(r.token_ids) for r in results] == [expected[tuple(p)] for p in PROMPTS]
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_logits_and_features_are_those_of_the_model(architecture):
+    """Up to rounding, for every node of a tree and every layer's input."""
+    fast, eager = fast_target_of(architecture), HuggingFaceTarget(model_of(architecture))
+    tree = DraftTree.from_paths(9, [[20, 21, 22], [20, 30], [40, 41]])
+    found = []
+    for target in (fast, eager):
+        sequence = Sequence(PROMPTS[2], GREEDY, frozenset(), 256, seed=0)
+        output = target.forward([Segment(sequence, tuple(PROMPTS[2]), tree)], (0, 1))
+        found.append((output.hidden, output.tree_logits(), output.features[0], output.features[1]))
+        target.release(sequence)
+    for ours, reference in zip(*found, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-3, atol=1e-3 * float(reference.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gemma3", "gpt2", "mistral-sliding", "qwen3"])
+def test_a_token_has_the_same_bits_in_every_tree_and_batch(architecture, dtype, tokenizer):
+    """The path of a tree with decoys, in a batch, against the same tokens one by one: equal, not close."""
+    target = fast_target_of(architecture, dtype)
+    prompt, text = PROMPTS[2], [(7 * i) % 90 + 3 for i in range(12)]
+    one_by_one = []
+    sequence = Sequence(prompt, GREEDY, frozenset(), 256, seed=0)
+    prefix = tuple(prompt[:-1])
+    root = prompt[-1]
+    for token in text:
+        output = target.forward([Segment(sequence, prefix, DraftTree.root_only(root))])
+        one_by_one.append(output.tree_logits()[0])
+        commit_one(target, sequence, token)
+        prefix, root = (), token
+    target.release(sequence)
+    others = [Sequence(p, GREEDY, frozenset(), 256, seed=0) for p in PROMPTS[:2]]
+    sequence = Sequence(prompt, GREEDY, frozenset(), 256, seed=0)
+    decoys = [[80 + i, 81] for i in range(5)]
+    tree = DraftTree.from_paths(prompt[-1], [*decoys, text[:-1], [text[0], 90], [text[0], text[1], 91, 92]])
+    segments = [Segment(o, tuple(o.prompt_ids[:-1]), DraftTree.root_only(o.prompt_ids[-1])) for o in others]
+    segments.insert(1, Segment(sequence, tuple(prompt[:-1]), tree))
+    logits = target.forward(segments).tree_logits()
+    for own in (*others, sequence):
+        target.release(own)
+    node, path = 0, [0]
+    for token in text[:-1]:
+        node = int(((tree.parents == node) & (tree.token_ids == token)).nonzero()[0, 0])
+        path.append(node)
+    assert torch.equal(logits[[1 + node for node in path]], torch.stack(one_by_one))
+
+
+def commit_one(target, sequence, token):
+    """Keep one token, as a round of plain decoding does."""
+    from paceline.sequence import VerifyResult
+
+    result = VerifyResult((), (), token)
+    sequence.output_ids.extend(result.emitted_ids)
+    target.commit(sequence, result)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2"])
+def test_half_precision_text_does_not_depend_on_the_drafter(architecture, tokenizer):
+    """In bf16 as well: not near-ties, the same ids."""
+    target = fast_target_of(architecture, torch.bfloat16)
+    plain = Generator(target, tokenizer, NoDrafter())
+    expected = {tuple(p): list(plain.generate(p, GREEDY).token_ids) for p in PROMPTS}
+    drafter = ReplayDrafter(expected, 4, wrong=2, decoys=True)
+    drafted = Generator(target, tokenizer, drafter, num_speculative_tokens=64)
+    results = drafted.generate_batch(PROMPTS, GREEDY)
+    assert [list(r.token_ids) for r in results] == list(expected.values())
+
+
+def test_several_threads_compute_what_one_computes(tokenizer):
+    """Work is dealt out by columns and rows, never by terms of a sum."""
+    expected = expected_of("llama")
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        target = HuggingFaceTarget(model_of("llama"), execution="fast")
+    finally:
+        torch.set_num_threads(before)
+    generator = Generator(target, tokenizer, ReplayDrafter(expected, 4, decoys=True))
+    results = generator.generate_batch(PROMPTS, GREEDY)
+    assert [list(r.token_ids) for r in results] == list(expected.values())
+
+
+@pytest.mark.parametrize("architecture", sorted(FOREIGN))
+def test_other_models_stay_eager_and_say_why(architecture):
+    target = HuggingFaceTarget(tiny_model(architecture), execution="auto")
+    assert target.execution == "eager"
+    assert f"does not know '{architecture}' models" in target.eager_reason
+    with pytest.raises(UnsupportedFeatureError, match=f"does not know '{architecture}' models"):
+        HuggingFaceTarget(tiny_model(architecture), execution="fast")
+
+
+def test_sizes_and_dtypes_that_the_kernels_do_not_take_are_named():
+    with pytest.raises(UnsupportedFeatureError, match="head size that is a multiple of 16, not 8"):
+        HuggingFaceTarget(tiny_model("llama"), execution="fast")
+    half = tiny_model("llama", dtype=torch.float16, hidden_size=128)
+    with pytest.raises(UnsupportedFeatureError, match="runs fp32 and bf16 on the CPU"):
+        HuggingFaceTarget(half, execution="fast")
+
+
+def test_a_plan_that_disagrees_with_the_model_is_not_used(monkeypatch):
+    """The probe compares logits: a wrong scale is found, and the model's own forward serves."""
+    from dataclasses import replace
+
+    from paceline.targets import fast
+
+    def wrong_plan(model, architecture, read=fast.read_plan):
+        return replace(read(model, architecture), scale=1.0)
+
+    monkeypatch.setattr(fast, "read_plan", wrong_plan)
+    target = HuggingFaceTarget(model_of("llama"), execution="auto")
+    assert target.execution == "eager"
+    assert "is rounding" in target.eager_reason
+
+
+def test_without_a_compiler_auto_is_eager(monkeypatch, tmp_path):
+    monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(build, "compiler", lambda: None)
+    build.load_kernels.cache_clear()
+    try:
+        assert HuggingFaceTarget(model_of("llama"), execution="auto").execution == "eager"
+        with pytest.raises(UnsupportedFeatureError, match="no C\\+\\+ compiler"):
+            HuggingFaceTarget(model_of("llama"), execution="fast")
+    finally:
+        build.load_kernels.cache_clear()
+
+
+def test_a_failed_build_leaves_nothing_behind(monkeypatch, tmp_path):
+    monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(build, "FLAGS", ("--no-such-flag",))
+    build.load_kernels.cache_clear()
+    try:
+        with pytest.raises(UnsupportedFeatureError, match="cannot compile the kernels"):
+            build.load_kernels()
+        assert not list((tmp_path / "kernels").iterdir())
+    finally:
+        build.load_kernels.cache_clear()
+
+
+def test_dropped_weights_cannot_be_used_by_accident(tokenizer):
+    """What is packed is dropped from the model on request; calling the model then says so."""
+    model = tiny_model("llama", hidden_size=128)
+    expected = greedy_oracle(model, PROMPTS[1], NUM_NEW)
+    target = HuggingFaceTarget(model, execution="fast", releases_model=True)
+    assert sum(p.numel() for p in model.model.layers.parameters() if p.dim() > 1) == 0
+    generator = Generator(target, tokenizer, NoDrafter())
+    assert list(generator.generate(PROMPTS[1], GREEDY).token_ids) == expected
+    with pytest.raises(ConfigError, match="keep_model=True"):
+        model(input_ids=torch.tensor([PROMPTS[1]]))
+
+
+def test_a_model_in_memory_is_packed_only_when_asked(tokenizer):
+    """It is shared, not copied, unless the caller wants speed more than memory."""
+    model = tiny_model("llama", hidden_size=128)
+    assert load(model=model, tokenizer=tokenizer, drafter="none").target.execution == "eager"
+    asked = load(model=model, tokenizer=tokenizer, drafter="none", execution="fast")
+    assert asked.target.execution == "fast"
+    assert list(asked.generate(PROMPTS[1], GREEDY).token_ids) == greedy_oracle(model, PROMPTS[1], NUM_NEW)
+    with pytest.raises(ConfigError, match="unknown execution 'quick'"):
+        load(model=model, tokenizer=tokenizer, drafter="none", execution="quick")
