@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -339,3 +342,35 @@ def test_error_of_a_worker_is_told_in_one_line(start: Start, tmp_path: Path) -> 
     task = Task("answers", options, tmp_path / "answers", (), 10)
     with pytest.raises(PacelineError, match=r"a worker failed: .*missing"):
         run_workers(task, lambda: None, lambda _: None)
+
+
+ORPHAN = """
+import multiprocessing, os, sys, threading, time
+from paceline.training.workers import _end_with_parent
+
+def child(path):
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    open(path, "w").close()
+    try:
+        time.sleep(120)
+    except KeyboardInterrupt:
+        os.remove(path)
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=child, args=(sys.argv[1],), daemon=True)
+    process.start()
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.05)
+    os._exit(1)  # As a killed process ends: nothing is cleaned up, daemons live on.
+"""
+
+
+def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    """They get the interrupt that lets them save, so nobody keeps computing unseen."""
+    script, mark = tmp_path / "orphan.py", tmp_path / "running"
+    script.write_text(ORPHAN)
+    assert subprocess.run([sys.executable, str(script), str(mark)], check=False).returncode == 1
+    deadline = time.monotonic() + 60
+    while mark.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not mark.exists()

@@ -6,8 +6,10 @@ of a small model is a chain of short operations, and threads wait for each other
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -117,6 +119,9 @@ def _interrupt(processes: Seq[Any]) -> None:
 
 def _worker_main(task: Task, index: int, totals: Any, sender: Connection) -> None:
     """Entry point of a worker process."""
+    # A shell that starts the command in the background has interrupts ignored, by workers as well.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         generator = load_generator(task.options)
 
@@ -129,6 +134,14 @@ def _worker_main(task: Task, index: int, totals: Any, sender: Connection) -> Non
     except PacelineError as error:
         sender.send(str(error))
         raise SystemExit(2) from None
+
+
+def _end_with_parent() -> None:
+    """Save and end when the process that started this one is gone: nobody would count or stop the work."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def _total(totals: Any) -> int:
