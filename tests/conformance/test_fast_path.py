@@ -12,7 +12,7 @@ from paceline.drafters.none import NoDrafter
 from paceline.engine.generator import Generator
 from paceline.engine.load import load
 from paceline.errors import ConfigError, UnsupportedFeatureError
-from paceline.native import build
+from paceline.kernels import build
 from paceline.sampling import SamplingParameters
 from paceline.sequence import Segment, Sequence
 from paceline.targets.huggingface import HuggingFaceTarget

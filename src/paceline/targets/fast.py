@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UnsupportedFeatureError
+from paceline.kernels import abi
+from paceline.kernels.build import load_kernels
+from paceline.kernels.packing import interleave, pack_bias, pack_weight
 from paceline.kv_cache import KVCache
-from paceline.native import abi
-from paceline.native.build import load_kernels
-from paceline.native.packing import interleave, pack_bias, pack_weight
 from paceline.sequence import Segment
 from paceline.targets.architecture import Architecture
 from paceline.targets.decoder_plan import LinearPlan, NormPlan, read_plan

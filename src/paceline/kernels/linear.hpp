@@ -1,6 +1,6 @@
 // Linear layers over packed weights: rows of activations times a weight matrix, 32 outputs at a time.
 //
-// Packed layout (made in Python, `native/packing.py`), P = ceil(out / 32) pairs of 16 output columns:
+// Packed layout (made in Python, `kernels/packing.py`), P = ceil(out / 32) pairs of 16 output columns:
 //   fp32  [P][in][32]: one step of the inner dimension after the other.
 //   bf16  [P][in / 32][2][16][16][2]: for every 32 inner steps one tile per 16 columns; a tile has 16 rows of
 //         two inner steps each, interleaved column by column. That is the operand of AMX's tile product and,
