@@ -20,6 +20,9 @@ DEFAULT_NUM_SPECULATIVE_TOKENS = 16
 DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
+AUTO_WIDTH = "auto"
+"""Value of `num_speculative_tokens` that lets the node budget decide (`engine/node_budget.py`)."""
+
 EXECUTIONS = ("auto", "eager", "fast")
 """How a target's forward is computed."""
 
@@ -28,6 +31,22 @@ def nearest_name(name: str, known: Iterable[str]) -> str:
     """The known name closest to `name` in spelling."""
     names = list(known)
     return (difflib.get_close_matches(name, names, n=1, cutoff=0.0) or names[:1] or [""])[0]
+
+
+def read_width(value: int | str) -> int | str:
+    """A value of `num_speculative_tokens`: a whole number of at least 0, or `auto`.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if value == AUTO_WIDTH:
+        return AUTO_WIDTH
+    text = str(value).strip()
+    if isinstance(value, bool) or not text.isdecimal():
+        raise ConfigError(
+            f"num_speculative_tokens is {value!r}: give a whole number of at least 0, or {AUTO_WIDTH!r}"
+        )
+    return int(text)
 
 
 def check_known(kind: str, name: str, known: Iterable[str]) -> None:

@@ -29,7 +29,7 @@ FAMILIES = sorted(set(TINY_ARCHITECTURES) - FOREIGN - {"gpt2-short", "llama-wide
 
 
 def settings_of(architecture: str) -> dict[str, int]:
-    """The kernels want sizes that are multiples of 16; heads of 32 go through the tiles where there are any."""
+    """The kernels want sizes that are multiples of 16; heads of 32 go through tiles where there are any."""
     wide = {"n_embd": 128} if architecture == "gpt2" else {"hidden_size": 128}
     has_head_dim = "head_dim" in TINY_ARCHITECTURES[architecture][2]
     return wide | ({"head_dim": 32} if has_head_dim else {})

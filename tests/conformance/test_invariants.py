@@ -205,7 +205,7 @@ def run_and_check(generator, prompts, asked):
             num_new = len(sequence) - lengths[sequence]
             assert 1 <= num_new <= int(outcome.tree.depths.max()) + 1
             assert num_new == len(outcome.result.emitted_ids)
-            assert outcome.tree.num_draft_tokens <= generator.engine.num_speculative_tokens
+            assert outcome.tree.num_draft_tokens <= generator.engine.budget.max_nodes
             cached = 0 if sequence.is_finished else len(sequence) - 1
             assert generator.target.cached_len(sequence) == cached
             event = answer.advance(outcome)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from paceline.engine.generator import Generator
+from paceline.engine.node_budget import budget_of
 from paceline.engine.stats import GenerationStatistics
 from paceline.errors import UnsupportedFeatureError
 from paceline.registry import drafter_class, verifier_class
@@ -25,13 +26,14 @@ class ArmName:
     Attributes:
         drafter: registered name, or a baseline's.
         verifier: registered name.
-        num_speculative_tokens: most drafted nodes a round; None where nothing is drafted by this engine.
+        num_speculative_tokens: most drafted nodes a round or `auto`; None where nothing is drafted by this
+            engine.
         head: folder of the head, when one was named.
     """
 
     drafter: str
     verifier: str = "greedy"
-    num_speculative_tokens: int | None = None
+    num_speculative_tokens: int | str | None = None
     head: str | None = None
 
     def __str__(self) -> str:
@@ -98,7 +100,7 @@ def engine_arms(
     generator: Generator,
     drafters: Seq[str],
     verifiers: Seq[str],
-    widths: Seq[int],
+    widths: Seq[int | str],
     *,
     head: Path | None = None,
     max_batch_size: int = 1,
@@ -123,7 +125,8 @@ def engine_arms(
         build = drafter_class(drafter)
         own_head = Path(folder) if folder else head if drafter not in ("none", "prompt_lookup") else None
         for width in widths if drafter != "none" else (0,):
-            built = build.build(generator.target, own_head, width)
+            budget = budget_of(width, generator.target)
+            built = build.build(generator.target, own_head, budget.max_nodes)
             for verifier in verifiers:
                 verifier_class(verifier)
                 name = ArmName(
@@ -135,7 +138,7 @@ def engine_arms(
                     built,
                     eos_token_ids=tuple(generator.eos_token_ids),
                     verifier=verifier,
-                    num_speculative_tokens=width,
+                    num_speculative_tokens=budget,
                     max_batch_size=max_batch_size,
                 )
                 arms.append(EngineArm(name, shared, temperature=temperature, seed=seed))

@@ -16,7 +16,7 @@ from paceline.bench.report import BenchmarkReport
 from paceline.bench.rows import result_rows
 from paceline.bench.runner import BenchmarkRunner, Progress
 from paceline.bench.suites import Suite, load_suite
-from paceline.config import DEFAULT_NUM_SPECULATIVE_TOKENS, dtype_name
+from paceline.config import AUTO_WIDTH, dtype_name, read_width
 from paceline.engine.generator import Generator
 from paceline.errors import ConfigError
 
@@ -47,7 +47,7 @@ class BenchmarkOptions:
     drafters: tuple[str, ...] = ("none", "prompt_lookup", "phrase")
     verifiers: tuple[str, ...] = ("greedy",)
     baselines: tuple[str, ...] = ("hf_generate",)
-    widths: tuple[int, ...] = (DEFAULT_NUM_SPECULATIVE_TOKENS,)
+    widths: tuple[int | str, ...] = (AUTO_WIDTH,)
     batch_sizes: tuple[int, ...] = (1,)
     head: Path | None = None
     temperature: float = 1.0
@@ -66,10 +66,11 @@ class BenchmarkOptions:
                 raise ConfigError(f"{name} {', '.join(map(str, values))}: name each once")
         if not self.drafters and not self.baselines:
             raise ConfigError("neither drafters nor baselines are given: there is nothing to measure")
-        if self.max_new_tokens < 1 or min(self.batch_sizes) < 1 or min(self.widths) < 0:
+        for width in self.widths:
+            read_width(width)
+        if self.max_new_tokens < 1 or min(self.batch_sizes) < 1:
             raise ConfigError(
-                f"max_new_tokens {self.max_new_tokens}, batch sizes {self.batch_sizes}, widths "
-                f"{self.widths}: lengths and batch sizes start at 1, widths at 0"
+                f"max_new_tokens {self.max_new_tokens}, batch sizes {self.batch_sizes}: both start at 1"
             )
 
     def load_suites(self) -> list[Suite]:

@@ -65,7 +65,7 @@ def _width_plot(rows: Seq[ResultRow], path: Path) -> list[Path]:
     """Tokens a round against drafted nodes, one line per suite and drafter; needs two widths."""
     lines: dict[tuple[str, str, str], list[tuple[int, Interval]]] = {}
     for row in rows:
-        if row.num_speculative_tokens is not None and row.mean_acceptance_length is not None:
+        if isinstance(row.num_speculative_tokens, int) and row.mean_acceptance_length is not None:
             lines.setdefault((row.suite, row.drafter, row.verifier), []).append(
                 (row.num_speculative_tokens, row.mean_acceptance_length)
             )

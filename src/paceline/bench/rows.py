@@ -24,7 +24,7 @@ class ResultRow:
         drafter: registered name, or a baseline's.
         verifier: registered name.
         batch_size: prompts decoded at once.
-        num_speculative_tokens: most drafted nodes a round.
+        num_speculative_tokens: most drafted nodes a round, or `auto`.
         head: folder of the head when one was named.
         num_prompts: prompts measured.
         num_output_tokens: tokens emitted on them.
@@ -43,7 +43,7 @@ class ResultRow:
     drafter: str
     verifier: str
     batch_size: int
-    num_speculative_tokens: int | None
+    num_speculative_tokens: int | str | None
     head: str | None
     num_prompts: int
     num_output_tokens: int

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from paceline.cli.console import notice, notices, output
-from paceline.config import DEFAULT_NUM_SPECULATIVE_TOKENS
+from paceline.config import AUTO_WIDTH, read_width
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ def bench(
     verifiers: Annotated[str, Option(help="greedy, sampling.")] = "greedy",
     baseline: Annotated[str, Option(help="hf_generate, hf_prompt_lookup, or an empty text.")] = "hf_generate",
     num_speculative_tokens: Annotated[
-        str, Option(help="Most drafted nodes a round; several by commas.")
-    ] = str(DEFAULT_NUM_SPECULATIVE_TOKENS),
+        str, Option(help="Most drafted nodes a round, or auto; several by commas.")
+    ] = AUTO_WIDTH,
     batch_size: Annotated[str, Option(help="Prompts decoded at once; several by commas.")] = "1",
     target: Annotated[str, Option(help="Alias, folder, GGUF file or Hub id.")] = "smollm2",
     head: Annotated[Path | None, Option(help="Folder of a trained head; by default the shipped one.")] = None,
@@ -58,7 +58,7 @@ def bench(
         drafters=tuple(names(drafters)),
         verifiers=tuple(names(verifiers)),
         baselines=tuple(names(baseline)),
-        widths=tuple(numbers("--num-speculative-tokens", num_speculative_tokens)),
+        widths=tuple(map(read_width, names(num_speculative_tokens))),
         batch_sizes=tuple(numbers("--batch-size", batch_size)),
         head=head,
         temperature=temperature,

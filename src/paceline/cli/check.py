@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from paceline.cli.bench import names, numbers, progress_bar
+from paceline.cli.bench import names, progress_bar
 from paceline.cli.console import notice
-from paceline.config import DEFAULT_NUM_SPECULATIVE_TOKENS
+from paceline.config import AUTO_WIDTH, read_width
 
 
 def check(
@@ -23,9 +23,7 @@ def check(
     limit: Annotated[int, Option(help="Prompts per suite, evenly spaced over its file.")] = 100,
     max_new_tokens: Annotated[int, Option(help="Most tokens of an answer.")] = 128,
     drafters: Annotated[str, Option(help="Separated by commas.")] = "none,phrase",
-    num_speculative_tokens: Annotated[str, Option(help="Most drafted nodes a round.")] = str(
-        DEFAULT_NUM_SPECULATIVE_TOKENS
-    ),
+    num_speculative_tokens: Annotated[str, Option(help="Most drafted nodes a round, or auto.")] = AUTO_WIDTH,
     head: Annotated[Path | None, Option(help="Folder of a trained head; by default the shipped one.")] = None,
     out: Annotated[Path | None, Option(help="Keep the answers here; the same command then goes on.")] = None,
 ) -> None:
@@ -40,7 +38,7 @@ def check(
         limit=limit,
         max_new_tokens=max_new_tokens,
         drafters=tuple(names(drafters)),
-        widths=tuple(numbers("--num-speculative-tokens", num_speculative_tokens)),
+        widths=tuple(map(read_width, names(num_speculative_tokens))),
         head=head,
     )
     generator = paceline.load(

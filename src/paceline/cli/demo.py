@@ -14,7 +14,7 @@ from rich.text import Text
 from typer import Option
 
 from paceline.cli.console import notice, output
-from paceline.config import DEFAULT_NUM_SPECULATIVE_TOKENS
+from paceline.config import AUTO_WIDTH
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ def demo(
     target: Annotated[str, Option(help="Alias, folder, GGUF file or Hub id.")] = "smollm2",
     drafter: Annotated[str, Option(help="What drafts.")] = "phrase",
     head: Annotated[Path | None, Option(help="Folder of a trained head; by default the shipped one.")] = None,
-    num_speculative_tokens: Annotated[int, Option(help="Most drafted tokens a round.", min=1)] = (
-        DEFAULT_NUM_SPECULATIVE_TOKENS
-    ),
+    num_speculative_tokens: Annotated[
+        str, Option(help="Most drafted tokens a round; auto: what pays here.")
+    ] = AUTO_WIDTH,
     max_new_tokens: Annotated[int, Option(help="Most tokens of an answer.", min=1)] = 96,
     dtype: Annotated[str, Option(help="auto, fp32, bf16 or fp16.")] = "auto",
     execution: Annotated[str, Option(help="auto, fast or eager.")] = "auto",
@@ -68,19 +68,18 @@ def demo(
     """Watch a model answer plainly and with phrases: the same text, sooner."""
     import paceline
     from paceline.bench.arms import engine_arms
-    from paceline.config import dtype_name
+    from paceline.config import dtype_name, read_width
 
     console = output()
     plain = paceline.load(
         target,
         drafter="none",
         dtype=dtype,
-        num_speculative_tokens=num_speculative_tokens,
         execution=execution,
         keep_model=True,
         progress=notice,
     )
-    [arm] = engine_arms(plain, [drafter], ["greedy"], [num_speculative_tokens], head=head)
+    [arm] = engine_arms(plain, [drafter], ["greedy"], [read_width(num_speculative_tokens)], head=head)
     drafted: Generator = arm.generator  # type: ignore[attr-defined]
     console.print(
         f"[bold]{target}[/bold] in {dtype_name(plain.target.dtype)}, greedy. Each prompt is answered twice: "

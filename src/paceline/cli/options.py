@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from paceline.cli.console import notice
-from paceline.config import DEFAULT_NUM_SPECULATIVE_TOKENS
+from paceline.config import AUTO_WIDTH
 from paceline.errors import RequestError
 
 if TYPE_CHECKING:
@@ -48,8 +48,9 @@ class ModelOptions:
         ),
     ] = None
     num_speculative_tokens: Annotated[
-        int, Option(help="Most drafted tokens a round.", min=0, rich_help_panel=MODEL_PANEL)
-    ] = DEFAULT_NUM_SPECULATIVE_TOKENS
+        str,
+        Option(help="Most drafted tokens a round; auto: what pays here.", rich_help_panel=MODEL_PANEL),
+    ] = AUTO_WIDTH
     dtype: Annotated[str, Option(help="auto, fp32, bf16 or fp16.", rich_help_panel=MODEL_PANEL)] = "auto"
     device: Annotated[str, Option(help="auto, cpu, cuda or mps.", rich_help_panel=MODEL_PANEL)] = "auto"
     execution: Annotated[

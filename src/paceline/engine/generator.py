@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 from paceline.config import DEFAULT_NUM_SPECULATIVE_TOKENS
 from paceline.drafters.base import Drafter
 from paceline.engine.detokenizer import IncrementalDetokenizer
+from paceline.engine.node_budget import NodeBudget
 from paceline.engine.speculate import RoundOutcome, SpeculativeEngine
 from paceline.engine.stats import GenerationStatistics, StatisticsRecorder
 from paceline.engine.stop_strings import StopChecker
@@ -80,7 +81,7 @@ class Generator:
         default_parameters: used when a call gives none.
         eos_token_ids: the model's own ends.
         verifier: registered name for every request; None chooses by temperature.
-        num_speculative_tokens: most drafted nodes per round.
+        num_speculative_tokens: most drafted nodes per round; `auto` lets the node budget decide.
         max_batch_size: requests decoded at once.
     """
 
@@ -93,7 +94,7 @@ class Generator:
         default_parameters: SamplingParameters | None = None,
         eos_token_ids: Seq[int] = (),
         verifier: str | None = None,
-        num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS,
+        num_speculative_tokens: int | str | NodeBudget = DEFAULT_NUM_SPECULATIVE_TOKENS,
         max_batch_size: int = 16,
     ) -> None:
         self.target = target

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.config import DEFAULT_NUM_SPECULATIVE_TOKENS, EXECUTIONS, check_known
+from paceline.config import AUTO_WIDTH, EXECUTIONS, check_known, read_width
 from paceline.errors import ConfigError, UnsupportedFeatureError
 from paceline.registry import drafter_class, verifier_class
 
@@ -24,7 +24,7 @@ def load(
     verifier: str | None = None,
     dtype: str = "auto",
     device: str = "auto",
-    num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS,
+    num_speculative_tokens: int | str = AUTO_WIDTH,
     max_batch_size: int = 16,
     execution: str = "auto",
     keep_model: bool = False,
@@ -42,7 +42,8 @@ def load(
         verifier: registered verifier; by default `greedy` at temperature 0 and `sampling` above.
         dtype: `auto`, `fp32`, `bf16` or `fp16`.
         device: `auto`, `cpu`, `cuda` or `mps`.
-        num_speculative_tokens: most drafted nodes per round and sequence.
+        num_speculative_tokens: most drafted nodes per round and sequence; `auto` drafts what this machine
+            can verify at a profit.
         max_batch_size: requests decoded at once.
         execution: `fast` runs compiled kernels on packed weights, `eager` the model's own forward. `auto` is
             `fast` where this machine and this model allow it; for a model in memory it is `eager`, since
@@ -57,6 +58,7 @@ def load(
     """
     from paceline.engine.generator import Generator
     from paceline.engine.model_defaults import default_parameters, eos_token_ids
+    from paceline.engine.node_budget import budget_of
     from paceline.targets.huggingface import HuggingFaceTarget
     from paceline.targets.loading import LoadedModel, load_model, target_fingerprint
     from paceline.targets.sources import resolve_target
@@ -64,6 +66,7 @@ def load(
     if (target is None) == (model is None):
         raise ConfigError("give either a target's name or a model in memory (model=, tokenizer=), not both")
     check_known("execution", execution, EXECUTIONS)
+    read_width(num_speculative_tokens)
     build_drafter = drafter_class(drafter)
     if verifier is not None:
         verifier_class(verifier)
@@ -96,14 +99,16 @@ def load(
     else:
         _check_model_in_memory(model, tokenizer, dtype, device)
         frozen = freeze(model, tokenizer, "eager" if execution == "auto" else execution)
+    # Without a drafter there is nothing to weigh, so nothing is measured.
+    budget = budget_of(0 if drafter == "none" else num_speculative_tokens, frozen, progress)
     return Generator(
         frozen,
         tokenizer,
-        build_drafter.build(frozen, None if head is None else Path(head), num_speculative_tokens),
+        build_drafter.build(frozen, None if head is None else Path(head), budget.max_nodes),
         default_parameters=default_parameters(model),
         eos_token_ids=eos_token_ids(model, tokenizer),
         verifier=verifier,
-        num_speculative_tokens=num_speculative_tokens,
+        num_speculative_tokens=budget,
         max_batch_size=max_batch_size,
     )
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from paceline.config import DEFAULT_NUM_SPECULATIVE_TOKENS
 from paceline.drafters.base import Drafter
 from paceline.engine.log_probs import token_log_probs
+from paceline.engine.node_budget import NodeBudget, budget_of
 from paceline.engine.processors import TreeProcessor, build_processors
 from paceline.engine.stats import RoundTiming
 from paceline.errors import ConfigError
@@ -69,7 +70,7 @@ class SpeculativeEngine:
     Args:
         target: the frozen model.
         drafter: proposes the trees.
-        num_speculative_tokens: most drafted nodes per sequence and round.
+        num_speculative_tokens: most drafted nodes per sequence and round, or the budget that decides.
         max_batch_size: sequences that run at once; others wait in order.
         prefill_chunk: most prompt tokens of one forward.
     """
@@ -79,12 +80,16 @@ class SpeculativeEngine:
         target: TargetModel,
         drafter: Drafter,
         *,
-        num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS,
+        num_speculative_tokens: int | str | NodeBudget = DEFAULT_NUM_SPECULATIVE_TOKENS,
         max_batch_size: int = 16,
         prefill_chunk: int = PREFILL_CHUNK,
     ) -> None:
+        budget = (
+            budget_of(num_speculative_tokens, target)
+            if isinstance(num_speculative_tokens, int | str)
+            else num_speculative_tokens
+        )
         for name, value, least in (
-            ("num_speculative_tokens", num_speculative_tokens, 0),
             ("max_batch_size", max_batch_size, 1),
             ("prefill_chunk", prefill_chunk, 1),
         ):
@@ -92,7 +97,7 @@ class SpeculativeEngine:
                 raise ConfigError(f"{name} is {value}: it must be at least {least}")
         self.target = target
         self.drafter = drafter
-        self.num_speculative_tokens = num_speculative_tokens
+        self.budget: NodeBudget = budget
         self.max_batch_size = max_batch_size
         self.prefill_chunk = prefill_chunk
         self._waiting: deque[Sequence] = deque()
@@ -213,6 +218,9 @@ class SpeculativeEngine:
             num_sequences=len(group),
             num_rows=output.hidden.shape[0],
         )
+        if complete:
+            verified_trees = [trees[s] for s in complete]
+            self.budget.observe(verified_trees, [r for r in trimmed if r is not None], timing)
         return [
             RoundOutcome(s, trees[s], result, timing)
             for s, result in zip(group, trimmed, strict=True)
@@ -223,15 +231,15 @@ class SpeculativeEngine:
         """Trees to verify, cut to legal tokens and to the room that each sequence has left."""
         if not sequences:
             return {}
-        if self.num_speculative_tokens == 0:
+        num_nodes = self.budget.allot(len(sequences))
+        if num_nodes == 0:
             return {s: DraftTree.root_only(s.last_token_id) for s in sequences}
-        proposed = self.drafter.propose(sequences, self.num_speculative_tokens)
-        trees = {}
-        for sequence, tree in zip(sequences, proposed, strict=True):
+        legal = [
             # A path of depth d emits up to d + 1 tokens.
-            legal = tree.without_tokens_from(self.target.vocab_size).clamp_depth(sequence.room - 1)
-            trees[sequence] = legal.take(self.num_speculative_tokens)
-        return trees
+            tree.without_tokens_from(self.target.vocab_size).clamp_depth(sequence.room - 1)
+            for sequence, tree in zip(sequences, self.drafter.propose(sequences, num_nodes), strict=True)
+        ]
+        return dict(zip(sequences, self.budget.prune(legal), strict=True))
 
     def _segment(self, sequence: Sequence, tree: DraftTree | None) -> Segment:
         """Uncached prompt tokens, then the tree when the whole prompt fits."""

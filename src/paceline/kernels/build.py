@@ -68,7 +68,7 @@ def _build_key() -> str:
     found = compiler()
     if found is not None:
         digest.update(_compiler_version(found).encode())
-    digest.update(" ".join((*FLAGS, platform.machine(), _processor())).encode())
+    digest.update(" ".join((*FLAGS, platform.machine(), processor())).encode())
     return digest.hexdigest()[:16]
 
 
@@ -77,7 +77,7 @@ def _compiler_version(path: str) -> str:
     return subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
 
 
-def _processor() -> str:
+def processor() -> str:
     """What tells processors with different instructions apart."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -1,0 +1,184 @@
+"""How many nodes to draft: as many as raise the expected tokens per second on this machine.
+
+A drafter says what each node is worth (the chance that it is accepted); `ForwardCost` knows what a forward of
+so many rows takes here. Taking the k most valuable nodes of all trees in a round is expected to emit
+`B + sum of their values` tokens in `drafting + cost(B + k)` seconds; the best k is kept. So one rule gives
+the length and the width of drafts, divides them among the sequences of a batch, and drafts less as the batch
+grows.
+
+Values are what the drafter believes. They are corrected by what was accepted, per depth, and when plain steps
+are expected to be faster than drafting even so, nothing is drafted: only every now and then, to find the way
+back.
+
+Read `AdaptiveBudget.prune`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.config import read_width
+from paceline.engine.forward_cost import ForwardCost, measured_cost
+from paceline.engine.stats import RoundTiming
+from paceline.sequence import VerifyResult
+from paceline.targets.base import TargetModel
+from paceline.tree import DraftTree
+
+MAX_NODES = 64
+"""Most nodes that a drafter is asked for under the adaptive budget."""
+MAX_DEPTH = 32
+DECAY = 0.98
+"""Of what is remembered about acceptance, per drafted round."""
+PRIOR = 2.0
+"""Nodes' worth of trust in the drafter's own values before anything was seen."""
+FIRST_PAUSE, LONGEST_PAUSE = 4, 256
+"""Plain rounds between two probes, doubled while drafting does not pay."""
+
+
+def budget_of(
+    width: int | str, target: TargetModel, progress: Callable[[str], None] | None = None
+) -> NodeBudget:
+    """The budget behind a value of `num_speculative_tokens`.
+
+    Args:
+        width: whole number, or `auto`.
+        target: whose forwards the adaptive budget weighs.
+        progress: told in one line when they have to be measured first.
+
+    Raises:
+        ConfigError: the width is neither.
+    """
+    width = read_width(width)
+    if isinstance(width, int):
+        return FixedBudget(width)
+    return AdaptiveBudget(measured_cost(target, progress=progress))
+
+
+class NodeBudget(Protocol):
+    """Decides how much is drafted."""
+
+    max_nodes: int
+    """Most nodes per sequence that it ever allots."""
+
+    def allot(self, num_sequences: int) -> int:
+        """Nodes that the drafter may propose per sequence this round; 0: do not ask it."""
+
+    def prune(self, trees: Seq[DraftTree]) -> list[DraftTree]:
+        """The nodes worth verifying, over all trees of the round."""
+
+    def observe(self, trees: Seq[DraftTree], results: Seq[VerifyResult], timing: RoundTiming) -> None:
+        """Learn from a finished round."""
+
+
+class FixedBudget:
+    """Always the same number of nodes for every sequence."""
+
+    def __init__(self, max_nodes: int) -> None:
+        self.max_nodes = max_nodes
+
+    def allot(self, num_sequences: int) -> int:  # noqa: ARG002
+        """The number."""
+        return self.max_nodes
+
+    def prune(self, trees: Seq[DraftTree]) -> list[DraftTree]:
+        """The most valuable nodes of each tree."""
+        return [tree.take(self.max_nodes) for tree in trees]
+
+    def observe(self, trees: Seq[DraftTree], results: Seq[VerifyResult], timing: RoundTiming) -> None:
+        """Nothing is learned."""
+
+
+class AdaptiveBudget:
+    """Drafts while the next node is expected to raise tokens per second.
+
+    Args:
+        cost: of a forward on this machine.
+        max_nodes: most nodes per sequence.
+    """
+
+    def __init__(self, cost: ForwardCost, max_nodes: int = MAX_NODES) -> None:
+        self.max_nodes = max_nodes
+        self._cost = cost
+        self._claimed = torch.full((MAX_DEPTH,), PRIOR, dtype=torch.float64)
+        self._accepted = torch.full((MAX_DEPTH,), PRIOR, dtype=torch.float64)
+        self._draft_seconds = 0.0
+        self._pause = 0
+        self._last_pause = FIRST_PAUSE // 2
+        self._drafted_rounds = 0
+
+    def allot(self, num_sequences: int) -> int:  # noqa: ARG002
+        """All nodes, or none while drafting pauses."""
+        if self._pause > 0:
+            self._pause -= 1
+            return 0
+        return self.max_nodes
+
+    def prune(self, trees: Seq[DraftTree]) -> list[DraftTree]:
+        """Keep the nodes with which the round's expected tokens per second are highest."""
+        num_sequences = len(trees)
+        corrected = [self._corrected(tree) for tree in trees]
+        values = torch.cat([tree.node_values[1:] for tree in corrected])
+        if not len(values):
+            return corrected
+        best = values.sort(descending=True).values.double()
+        expected = torch.cat([torch.zeros(1, dtype=torch.float64), best.cumsum(0)]) + num_sequences
+        seconds = self._cost.seconds(torch.arange(len(expected)) + num_sequences)
+        rates = expected / (seconds + self._draft_seconds)
+        num_kept = int(rates.argmax())
+        # Drafting is paid for by now; whether to draft next time is another question.
+        self._plan(float(rates[num_kept]), num_sequences)
+        return _share(corrected, num_kept)
+
+    def observe(self, trees: Seq[DraftTree], results: Seq[VerifyResult], timing: RoundTiming) -> None:
+        """Compare what the verified nodes were worth with what was accepted; note the drafting time."""
+        num_drafted = sum(tree.num_draft_tokens for tree in trees)
+        if timing.draft_seconds > 0 and self._pause == 0:
+            weight = 0.1 if self._drafted_rounds else 1.0
+            self._draft_seconds += weight * (timing.draft_seconds - self._draft_seconds)
+            self._drafted_rounds += 1
+        if not num_drafted:
+            return
+        self._claimed = PRIOR + DECAY * (self._claimed - PRIOR)
+        self._accepted = PRIOR + DECAY * (self._accepted - PRIOR)
+        factors = self._factors()
+        for tree, result in zip(trees, results, strict=True):
+            if tree.num_draft_tokens:
+                levels = (tree.depths[1:] - 1).clamp(max=MAX_DEPTH - 1)
+                claimed = tree.node_values[1:].double() / factors[levels]
+                self._claimed.index_add_(0, levels, claimed)
+                self._accepted[: len(result.accepted_ids)] += 1.0
+
+    def _factors(self) -> Tensor:
+        """float64 [MAX_DEPTH]: accepted over claimed, never rising with depth, so that trees stay trees."""
+        return (self._accepted / self._claimed).cummin(0).values
+
+    def _corrected(self, tree: DraftTree) -> DraftTree:
+        """The tree with corrected values."""
+        levels = (tree.depths[1:] - 1).clamp(max=MAX_DEPTH - 1)
+        values = tree.node_values.clone()
+        values[1:] *= self._factors()[levels].float()
+        values.clamp_(max=1.0)
+        return DraftTree(tree.token_ids, tree.parents, values)
+
+    def _plan(self, drafting_rate: float, num_sequences: int) -> None:
+        """Pause drafting while plain steps are expected to be faster, each time twice as long."""
+        plain_rate = num_sequences / float(self._cost.seconds(torch.tensor([num_sequences]))[0])
+        if drafting_rate >= plain_rate:
+            self._last_pause = FIRST_PAUSE // 2
+            return
+        self._last_pause = min(2 * self._last_pause, LONGEST_PAUSE)
+        self._pause = self._last_pause
+
+
+def _share(trees: Seq[DraftTree], num_kept: int) -> list[DraftTree]:
+    """The `num_kept` most valuable nodes over all trees; equal values go to the earlier tree and parent."""
+    owner = torch.cat([torch.full((tree.num_draft_tokens,), i) for i, tree in enumerate(trees)])
+    values = torch.cat([tree.node_values[1:] for tree in trees])
+    order = values.argsort(descending=True, stable=True)[:num_kept]
+    counts = torch.bincount(owner[order], minlength=len(trees)).tolist()
+    return [tree.take(count) for tree, count in zip(trees, counts, strict=True)]

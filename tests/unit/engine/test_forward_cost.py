@@ -1,0 +1,83 @@
+"""Costs of forwards: reading the table, measuring it, keeping it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from paceline.engine import forward_cost
+from paceline.engine.forward_cost import ForwardCost, measure, measured_cost
+from paceline.errors import ConfigError
+
+
+def test_costs_are_linear_between_widths_and_beyond():
+    cost = ForwardCost((1, 3, 5), (1.0, 2.0, 4.0))
+    rows = torch.tensor([1, 2, 3, 4, 5, 7])
+    assert cost.seconds(rows).tolist() == [1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def test_costs_never_fall_with_width():
+    """A measurement that says otherwise is noise, and would make the budget jump there."""
+    cost = ForwardCost((1, 8, 16), (2.0, 1.0, 3.0))
+    assert cost.seconds(torch.tensor([1, 8, 12, 16])).tolist() == [2.0, 2.0, 2.5, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("widths", "seconds"),
+    [((1,), (1.0,)), ((2, 3), (1.0, 2.0)), ((1, 1), (1.0, 2.0)), ((1, 2), (0.0, 1.0)), ((1, 2), (1.0,))],
+)
+def test_tables_that_cannot_be_read_off_are_refused(widths, seconds):
+    with pytest.raises(ConfigError, match="forward costs"):
+        ForwardCost(widths, seconds)
+
+
+def test_measuring_leaves_the_target_as_it_was(target_of):
+    target = target_of("llama")
+    slots = len(target._slots)
+    cost = measure(target)
+    assert len(target._slots) == slots
+    assert cost.widths[0] == 1
+    assert all(seconds > 0 for seconds in cost.measured)
+
+
+def test_a_short_context_is_measured_as_far_as_it_goes(target_of):
+    assert max(measure(target_of("gpt2-short")).widths) <= 32
+
+
+def test_measuring_ends_at_its_time_limit(target_of):
+    """A large model on a slow machine: every width once or twice, no more."""
+    now = iter(range(10_000))
+    assert measure(target_of("llama"), clock=lambda: float(next(now))).measured == pytest.approx(
+        [1.0] * len(measure(target_of("llama")).widths)
+    )
+    assert next(now) < 80
+
+
+def test_a_damaged_table_is_measured_again(target_of, tmp_path):
+    target = target_of("llama")
+    measured_cost(target, folder=tmp_path)
+    [path] = tmp_path.iterdir()
+    whole = json.loads(path.read_text())
+    for content in ("", "{}", json.dumps({**whole, "seconds": []}), json.dumps({**whole, "format": 0})):
+        path.write_text(content)
+        assert measured_cost(target, folder=tmp_path).widths == tuple(whole["widths"])
+        assert json.loads(path.read_text())["seconds"]
+    assert [p.suffix for p in tmp_path.iterdir()] == [".json"]
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(target_of, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert measured_cost(target_of("llama"), folder=blocked / "below").widths[0] == 1
+
+
+def test_tables_of_other_settings_are_kept_apart(target_of):
+    before = torch.get_num_threads()
+    one = forward_cost._key(target_of("llama"))
+    torch.set_num_threads(before + 1)
+    try:
+        assert forward_cost._key(target_of("llama")) != one
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,162 @@
+"""The node budget: the rule itself, on made-up costs and values; nothing here is timed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.engine.forward_cost import ForwardCost
+from paceline.engine.node_budget import MAX_NODES, AdaptiveBudget, FixedBudget, budget_of
+from paceline.engine.stats import RoundTiming
+from paceline.errors import ConfigError
+from paceline.sequence import VerifyResult
+from paceline.tree import DraftTree
+
+# 20 ms for one row, half a millisecond for each further one.
+LINEAR = ForwardCost((1, 2, 128), (0.020, 0.0205, 0.0835))
+
+
+def chain(*values: float) -> DraftTree:
+    return DraftTree.from_chain(1, list(range(10, 10 + len(values))), values)
+
+
+def timing(draft_seconds: float = 0.003) -> RoundTiming:
+    return RoundTiming(draft_seconds, 0.02, 0.001, 0.0, 1, 1)
+
+
+def accept(num_accepted: int) -> VerifyResult:
+    path = tuple(range(1, num_accepted + 1))
+    return VerifyResult(path, tuple(range(10, 10 + num_accepted)), 5)
+
+
+def expected_rate(values: list[float], num_kept: int, num_sequences: int, draft_seconds: float) -> float:
+    """The rule by hand."""
+    tokens = num_sequences + sum(sorted(values, reverse=True)[:num_kept])
+    rows = torch.tensor([num_sequences + num_kept])
+    return tokens / (float(LINEAR.seconds(rows)[0]) + draft_seconds)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.floats(0.0, 1.0), min_size=0, max_size=12).map(lambda v: sorted(v, reverse=True)),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_the_kept_number_has_the_highest_expected_rate(values):
+    """No other number of nodes, taken by value over all trees, is expected to be faster."""
+    trees = [chain(*own) for own in values]
+    # Values pass through the tree as fp32.
+    flat = [float(v) for tree in trees for v in tree.node_values[1:]]
+    kept = sum(tree.num_draft_tokens for tree in AdaptiveBudget(LINEAR).prune(trees))
+    rates = [expected_rate(flat, k, len(trees), 0.0) for k in range(len(flat) + 1)]
+    assert rates[kept] == pytest.approx(max(rates), rel=1e-6)
+
+
+def test_a_batch_shares_the_budget_by_value():
+    """The sure draft is kept long; the doubtful one is cut, whatever their order."""
+    sure, doubtful = chain(0.99, 0.98, 0.97, 0.96), chain(0.05, 0.04, 0.03, 0.02)
+    for trees, wanted in (([sure, doubtful], [4, 0]), ([doubtful, sure], [0, 4])):
+        kept = AdaptiveBudget(LINEAR).prune(trees)
+        assert [tree.num_draft_tokens for tree in kept] == wanted
+
+
+def test_flat_costs_keep_everything_and_steep_costs_nothing():
+    flat = ForwardCost((1, 2, 64), (0.02, 0.02, 0.02))
+    steep = ForwardCost((1, 2, 64), (0.02, 0.04, 1.28))
+    tree = chain(0.5, 0.4, 0.3)
+    assert AdaptiveBudget(flat).prune([tree])[0].num_draft_tokens == 3
+    assert AdaptiveBudget(steep).prune([tree])[0].num_draft_tokens == 0
+
+
+def test_a_boasting_drafter_is_believed_less_and_less_and_then_paused():
+    """It claims certainty and is never right: soon it is asked once in many rounds."""
+    budget = AdaptiveBudget(LINEAR)
+    asked = wasted = 0
+    for _ in range(1000):
+        if budget.allot(1) == 0:
+            budget.observe([chain()], [accept(0)], timing(0.0))
+            continue
+        asked += 1
+        trees = budget.prune([chain(0.99, 0.98, 0.97)])
+        wasted += trees[0].num_draft_tokens
+        budget.observe(trees, [accept(0)], timing())
+    # 3 ms of drafting and half a millisecond a node, against 20 s of plain steps: within 5 % of plain.
+    assert asked * 0.003 + wasted * 0.0005 < 0.05 * 1000 * 0.020
+    assert asked > 3
+
+
+def test_a_drafter_that_becomes_good_is_found_again():
+    budget = AdaptiveBudget(LINEAR)
+
+    def run(num_rounds: int, num_accepted: int) -> int:
+        drafted = 0
+        for _ in range(num_rounds):
+            nodes = budget.allot(1)
+            trees = budget.prune([chain(0.9, 0.8, 0.7)]) if nodes else [chain()]
+            drafted += nodes > 0
+            kept = min(num_accepted, trees[0].num_draft_tokens)
+            budget.observe(trees, [accept(kept)], timing(0.003 if nodes else 0.0))
+        return drafted
+
+    run(600, 0)
+    run(1500, 3)
+    assert run(100, 3) == 100
+
+
+def test_a_modest_drafter_is_believed_more():
+    """It claims one in ten and is always right: its nodes are kept where they were not before."""
+    costly = ForwardCost((1, 2, 64), (0.02, 0.026, 0.4))
+    budget = AdaptiveBudget(costly)
+    tree = chain(0.2)
+    assert budget.prune([tree])[0].num_draft_tokens == 0
+    for _ in range(60):
+        budget.observe([tree], [accept(1)], timing(0.0))
+    budget._pause = 0
+    assert budget.prune([tree])[0].num_draft_tokens == 1
+
+
+def test_corrected_trees_stay_trees():
+    """A deep node never becomes worth more than the one above it, whatever was accepted."""
+    budget = AdaptiveBudget(LINEAR)
+    tree = DraftTree.from_paths(1, [[10, 11, 12], [10, 20], [30]], [0.5, 0.3, 0.2])
+    deep = VerifyResult((1, 3), (10, 11), 9)
+    for _ in range(50):
+        budget.observe([tree], [deep], timing())
+    corrected = budget._corrected(tree)
+    above = corrected.node_values[corrected.parents[1:]]
+    assert bool((corrected.node_values[1:] <= above + 1e-6).all())
+
+
+def test_fixed_budgets_take_the_most_valuable_nodes():
+    budget = FixedBudget(2)
+    assert budget.allot(3) == 2
+    tree = DraftTree.from_paths(1, [[10, 11], [20]], [0.5, 0.4])
+    assert budget.prune([tree])[0].token_ids.tolist() == [1, 10, 11]
+
+
+@pytest.mark.parametrize("width", [-1, "many", 1.5, True, ""])
+def test_other_widths_are_refused(width):
+    with pytest.raises(ConfigError, match=r"num_speculative_tokens is .*whole number"):
+        budget_of(width, None)
+
+
+@pytest.mark.parametrize("width", [0, 16, "8"])
+def test_numbers_are_fixed_budgets(width):
+    budget = budget_of(width, None)
+    assert isinstance(budget, FixedBudget)
+    assert budget.max_nodes == int(width)
+
+
+def test_auto_measures_the_target(target_of, tmp_path, monkeypatch):
+    monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path))
+    told: list[str] = []
+    budget = budget_of("auto", target_of("llama"), told.append)
+    assert isinstance(budget, AdaptiveBudget)
+    assert budget.max_nodes == MAX_NODES
+    assert len(told) == 1
+    budget_of("auto", target_of("llama"), told.append)
+    assert len(told) == 1, "the second time it is read from the cache"
