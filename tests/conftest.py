@@ -32,6 +32,15 @@ def _few_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache() -> Iterator[None]:
+    """Converted targets, compiled kernels and measured costs stay in the repository's build folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not os.environ.get("PACELINE_CACHE_DIR"):
+            patch.setenv("PACELINE_CACHE_DIR", str(ROOT / "build" / "cache"))
+        yield
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     return tiny_tokenizer()
@@ -119,11 +128,8 @@ def _teach(
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> Iterator[Generator]:
+def smollm2() -> Generator:
     """The default target in fp32, drafting nothing; converted once, into the repository's build folder."""
     import paceline
 
-    with pytest.MonkeyPatch.context() as patch:
-        if not os.environ.get("PACELINE_CACHE_DIR"):
-            patch.setenv("PACELINE_CACHE_DIR", str(ROOT / "build" / "cache"))
-        yield paceline.load("smollm2", drafter="none", dtype="fp32", device="cpu", keep_model=True)
+    return paceline.load("smollm2", drafter="none", dtype="fp32", device="cpu", keep_model=True)

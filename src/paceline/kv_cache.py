@@ -54,6 +54,23 @@ class WriteWindow:
     rows: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class LayerAddresses:
+    """Where kernels find the cache.
+
+    Attributes:
+        keys: array of pointers, one per layer, to [slots, H, S, D].
+        values: likewise.
+        slot_stride: elements from one slot to the next.
+        head_stride: elements from one head to the next.
+    """
+
+    keys: Any
+    values: Any
+    slot_stride: int
+    head_stride: int
+
+
 class ShapeRecorder(Cache):  # type: ignore[misc]
     """Stand-in cache of the very first forward: notes each layer's shapes and stores nothing."""
 
@@ -93,7 +110,7 @@ class KVCache(Cache):  # type: ignore[misc]
         self._keys: list[Tensor] = [torch.empty(0)] * len(shapes)
         self._values: list[Tensor] = [torch.empty(0)] * len(shapes)
         self._window: WriteWindow | None = None
-        self._addresses: tuple[Any, Any, int, int] | None = None
+        self._addresses: LayerAddresses | None = None
         self.num_slots = 0
         self.capacity = 0
         self.reserve(1, 1)
@@ -174,16 +191,11 @@ class KVCache(Cache):  # type: ignore[misc]
         """Cached length of the window's first row, for models that build positions themselves."""
         return 0 if self._window is None else self._window.starts[0]
 
-    def layer_addresses(self) -> tuple[Any, Any, int, int]:
-        """For kernels: pointers to every layer's keys and values, and their strides.
-
-        Returns:
-            Arrays of addresses of [slots, H, S, D] blocks for keys and for values, elements from one slot to
-            the next, and elements from one head to the next.
-        """
+    def layer_addresses(self) -> LayerAddresses:
+        """Where the buffers are now; they move when the cache grows."""
         if self._addresses is None:
             first = self._keys[0]
-            self._addresses = (
+            self._addresses = LayerAddresses(
                 (c_void_p * len(self._keys))(*[keys.data_ptr() for keys in self._keys]),
                 (c_void_p * len(self._values))(*[values.data_ptr() for values in self._values]),
                 first.stride(0),

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field, fields, replace
 
 from paceline.errors import ConfigError, RequestError
 
+MIN_TEMPERATURE = 1e-6
+"""Below this, logits divided by it leave the range in which differences mean anything."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameters:
@@ -61,6 +64,8 @@ class SamplingParameters:
 
     def __post_init__(self) -> None:
         """Refuse values out of range, naming the field, the value and the range."""
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
         for name, is_good, wanted in self._checks():
             if not is_good:
                 raise RequestError(f"{name} is {getattr(self, name)!r}: it must be {wanted}")
@@ -74,7 +79,11 @@ class SamplingParameters:
                 "at least 1, or None",
             ),
             ("min_new_tokens", self.min_new_tokens >= 0, "0 or more"),
-            ("temperature", self.temperature >= 0, "0 (greedy) or more"),
+            (
+                "temperature",
+                self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < float("inf"),
+                f"0 (greedy), or {MIN_TEMPERATURE:g} or more",
+            ),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
@@ -83,8 +92,21 @@ class SamplingParameters:
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
             ("no_repeat_ngram_size", self.no_repeat_ngram_size >= 0, "0 (off) or more"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "between 0 and 20, or None"),
-            ("stop", all(self.stop), "a list of non-empty strings"),
-            ("bad_words", all(self.bad_words), "a list of non-empty id sequences"),
+            (
+                "stop",
+                all(isinstance(text, str) and text for text in self.stop),
+                "a list of non-empty strings",
+            ),
+            (
+                "bad_words",
+                all(not isinstance(ids, str | int) and ids for ids in self.bad_words),
+                "a list of non-empty id sequences",
+            ),
+            (
+                "logit_bias",
+                all(amount < float("inf") for amount in self.logit_bias.values()),
+                "finite amounts, or -inf to ban a token",
+            ),
         ]
 
     @property

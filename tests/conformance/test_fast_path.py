@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from functools import cache
 
 import pytest
@@ -181,25 +184,25 @@ def test_a_plan_that_disagrees_with_the_model_is_not_used(monkeypatch):
 def test_without_a_compiler_auto_is_eager(monkeypatch, tmp_path):
     monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(build, "compiler", lambda: None)
-    build.load_kernels.cache_clear()
+    build._loaded.cache_clear()
     try:
         assert HuggingFaceTarget(model_of("llama"), execution="auto").execution == "eager"
         with pytest.raises(UnsupportedFeatureError, match="no C\\+\\+ compiler"):
             HuggingFaceTarget(model_of("llama"), execution="fast")
     finally:
-        build.load_kernels.cache_clear()
+        build._loaded.cache_clear()
 
 
 def test_a_failed_build_leaves_nothing_behind(monkeypatch, tmp_path):
     monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(build, "FLAGS", ("--no-such-flag",))
-    build.load_kernels.cache_clear()
+    build._loaded.cache_clear()
     try:
         with pytest.raises(UnsupportedFeatureError, match="cannot compile the kernels"):
             build.load_kernels()
         assert not list((tmp_path / "kernels").iterdir())
     finally:
-        build.load_kernels.cache_clear()
+        build._loaded.cache_clear()
 
 
 def test_dropped_weights_cannot_be_used_by_accident(tokenizer):
@@ -223,3 +226,54 @@ def test_a_model_in_memory_is_packed_only_when_asked(tokenizer):
     assert list(asked.generate(PROMPTS[1], GREEDY).token_ids) == greedy_oracle(model, PROMPTS[1], NUM_NEW)
     with pytest.raises(ConfigError, match="unknown execution 'quick'"):
         load(model=model, tokenizer=tokenizer, drafter="none", execution="quick")
+
+
+def test_a_cache_folder_that_cannot_be_written_leaves_auto_eager(monkeypatch, tmp_path):
+    """A local model needs no cache; it must not need one for its speed either."""
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("PACELINE_CACHE_DIR", str(blocked))
+    build._loaded.cache_clear()
+    target = HuggingFaceTarget(model_of("llama"), execution="auto")
+    assert target.execution == "eager"
+    assert "PACELINE_CACHE_DIR" in target.eager_reason
+
+
+def test_odd_sizes_are_padded_right(tokenizer):
+    """Hidden and MLP sizes that are no multiples of 32, and an odd vocabulary."""
+    settings = {"hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 5, "vocab_size": 101}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = tiny_model("llama", dtype=dtype, intermediate_size=50, **settings)
+        target = HuggingFaceTarget(model, execution="fast")
+        results = Generator(target, tokenizer, NoDrafter()).generate_batch(PROMPTS, GREEDY)
+        if dtype == torch.float32:
+            expected = [greedy_oracle(model, p, NUM_NEW) for p in PROMPTS]
+            assert [list(r.token_ids) for r in results] == expected
+
+
+FORKED = """
+import os, sys, torch
+torch.set_num_threads(3)
+from paceline.drafters.none import NoDrafter
+from paceline.engine.generator import Generator
+from paceline.sampling import SamplingParameters
+from paceline.targets.huggingface import HuggingFaceTarget
+from paceline.testing import tiny_model, tiny_tokenizer
+
+target = HuggingFaceTarget(tiny_model("llama", hidden_size=128), execution="fast")
+generator = Generator(target, tiny_tokenizer(), NoDrafter())
+ask = lambda: generator.generate([5, 6, 7], SamplingParameters(max_new_tokens=8)).token_ids
+expected = ask()
+child = os.fork()
+if child == 0:
+    torch.set_num_threads(1)  # torch's own pool does not survive a fork either.
+    os._exit(0 if ask() == expected else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_process_gets_threads_of_its_own():
+    """The threads of a pool are not there after a fork: waiting for them would take for ever."""
+    run = subprocess.run([sys.executable, "-c", FORKED], check=False, timeout=120)
+    assert run.returncode == 0

@@ -31,7 +31,7 @@ ready = time.perf_counter() - started
 prompt = [(i * i * 31 + i) % 40000 + 100 for i in range(1000)]
 parameters = paceline.SamplingParameters(max_new_tokens=24, ignore_eos=True)
 result = generator.generate(prompt, parameters)
-weights = sum(p.numel() * p.element_size() for p in generator.target.model.parameters())
+weights = generator.target.num_weight_bytes
 status = pathlib.Path("/proc/self/status")
 if status.exists():
     # Linux: ru_maxrss would still hold the size of the process that started this one.

@@ -20,6 +20,13 @@ def test_defaults_are_greedy():
         ("min_new_tokens", -1),
         ("temperature", -0.5),
         ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", 1e-50),
+        ("stop", (3,)),
+        ("bad_words", ("ab",)),
+        ("bad_words", (7,)),
+        ("logit_bias", {42: float("inf")}),
+        ("logit_bias", {42: float("nan")}),
         ("top_k", -1),
         ("top_p", 0.0),
         ("top_p", 1.5),
@@ -61,3 +68,12 @@ def test_update_checks_ranges_too():
 def test_unknown_parameter_names_the_nearest_one():
     with pytest.raises(ConfigError, match="'temprature': did you mean 'temperature'"):
         SamplingParameters().updated({"temprature": 1.0})
+
+
+def test_one_stop_string_is_one_stop_string():
+    """Not as many as it has letters."""
+    assert SamplingParameters(stop="END").stop == ("END",)
+
+
+def test_a_token_may_be_banned_by_its_bias():
+    assert SamplingParameters(logit_bias={42: float("-inf")}).logit_bias[42] == float("-inf")

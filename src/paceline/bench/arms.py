@@ -125,8 +125,7 @@ def engine_arms(
         build = drafter_class(drafter)
         own_head = Path(folder) if folder else head if drafter not in ("none", "prompt_lookup") else None
         for width in widths if drafter != "none" else (0,):
-            budget = budget_of(width, generator.target)
-            built = build.build(generator.target, own_head, budget.max_nodes)
+            built = build.build(generator.target, own_head, budget_of(width, generator.target).max_nodes)
             for verifier in verifiers:
                 verifier_class(verifier)
                 name = ArmName(
@@ -138,7 +137,7 @@ def engine_arms(
                     built,
                     eos_token_ids=tuple(generator.eos_token_ids),
                     verifier=verifier,
-                    num_speculative_tokens=budget,
+                    num_speculative_tokens=width,
                     max_batch_size=max_batch_size,
                 )
                 arms.append(EngineArm(name, shared, temperature=temperature, seed=seed))

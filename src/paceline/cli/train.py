@@ -88,11 +88,12 @@ def phrase(
 ) -> None:
     """Train a phrase head: prompts, the target's own answers, vocabulary, fit, evaluation, head folder."""
     given = dict(locals())
+    from paceline.cli.bench import numbers
     from paceline.training.options import TrainingOptions
     from paceline.training.pipeline import TrainingRun
 
     given["data"], given["exclude"] = tuple(data or ()), tuple(exclude or ())
-    given["feature_layers"] = tuple(int(layer) for layer in feature_layers.split(",") if layer.strip())
+    given["feature_layers"] = tuple(numbers("--feature-layers", feature_layers))
     print_report(TrainingRun(TrainingOptions(**given)).run())
 
 

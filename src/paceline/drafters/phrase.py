@@ -22,6 +22,7 @@ from paceline.heads.checkpoint import LoadedHead, default_head, load_head
 from paceline.heads.phrase import PhraseHead
 from paceline.sequence import Sequence, VerifyResult
 from paceline.targets.base import TargetModel, TargetOutput
+from paceline.targets.loading import cpu_has_bfloat16
 from paceline.tree import DraftTree
 
 
@@ -135,7 +136,7 @@ def _ready_to_draft(head: PhraseHead, device: torch.device) -> PhraseHead:
     ready = PhraseHead(head.config)
     ready.load_state_dict(head.state_dict())
     ready = ready.to(device).eval().requires_grad_(False)
-    if device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if device.type == "cpu" and cpu_has_bfloat16():
         ready.output.to(torch.bfloat16)
     return ready
 

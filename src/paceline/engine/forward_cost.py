@@ -1,7 +1,7 @@
 """What a forward of so many rows costs on this machine: measured once, kept in the cache folder.
 
 The table holds seconds of a forward with its logits and their argmax, for widths up to a few hundred rows, at
-a few hundred cached tokens. Only ratios between widths matter to the node budget, so a machine that is busy
+few and at many cached tokens. Only ratios between widths matter to the node budget, so a machine that is busy
 for a while does not mislead it.
 """
 
@@ -11,9 +11,10 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,41 +28,63 @@ from paceline.targets.base import TargetModel
 from paceline.tree import DraftTree
 
 WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 65, 96, 129)
-CACHED_TOKENS = 192
-TIME_LIMIT = 2.0
-"""Seconds after which no further repetition is measured."""
+CACHED_LENS = (128, 1024)
+"""Cached tokens at which forwards are measured; the second only where filling the cache takes little."""
+TIME_LIMIT = 1.5
+"""Seconds after which no wider forward and no further repetition is measured, for each cached length."""
 MAX_REPETITIONS = 5
-FORMAT = 1
+PREFILL_ROWS = 256
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardCost:
-    """A table of costs.
+    """Tables of costs.
 
     Attributes:
         widths: rows, ascending, the first one 1.
-        measured: seconds of a forward of that width.
+        measured: seconds of a forward of that width, with few tokens cached.
+        cached_len: how many.
+        long_measured: the same with many; None where that was not measured, and length costs nothing then.
+        long_cached_len: how many.
     """
 
     widths: tuple[int, ...]
     measured: tuple[float, ...]
+    cached_len: int = 0
+    long_measured: tuple[float, ...] | None = None
+    long_cached_len: int = 0
 
     def __post_init__(self) -> None:
         """Refuse tables that cannot be read off."""
         ascending = all(a < b for a, b in zip(self.widths, self.widths[1:], strict=False))
-        if len(self.widths) != len(self.measured) or len(self.widths) < 2 or not ascending:
-            raise ConfigError(f"forward costs: widths {self.widths} with {len(self.measured)} times")
-        if self.widths[0] != 1 or min(self.measured) <= 0:
-            raise ConfigError(f"forward costs start at width 1 and are positive, not {self.measured}")
+        for measured in (self.measured, self.long_measured):
+            if measured is None:
+                continue
+            if len(self.widths) != len(measured) or len(self.widths) < 2 or not ascending:
+                raise ConfigError(f"forward costs: widths {self.widths} with {len(measured)} times")
+            if self.widths[0] != 1 or min(measured) <= 0:
+                raise ConfigError(f"forward costs start at width 1 and are positive, not {measured}")
+        if self.long_measured is not None and self.long_cached_len <= self.cached_len:
+            raise ConfigError(f"forward costs at {self.cached_len} and at {self.long_cached_len} tokens")
 
-    def seconds(self, rows: Tensor) -> Tensor:
+    def seconds(self, rows: Tensor, cached_len: float = 0.0) -> Tensor:
         """Seconds of forwards of the given rows: int64 [N] -> float64 [N].
 
-        Linear between measured widths, and beyond the last one; never falling with width, since a wide
-        forward that was measured to be cheaper than a narrow one is noise.
+        Linear between measured widths, beyond the last one, and in the cached length; never falling with
+        either, since a forward that was measured to be cheaper than a lesser one is noise.
         """
+        few = self._read(self.measured, rows)
+        if self.long_measured is None:
+            return few
+        many = torch.maximum(self._read(self.long_measured, rows), few)
+        share = max(0.0, (cached_len - self.cached_len) / (self.long_cached_len - self.cached_len))
+        return few + share * (many - few)
+
+    def _read(self, measured: tuple[float, ...], rows: Tensor) -> Tensor:
+        """Read one table at the given rows."""
         widths = torch.tensor(self.widths, dtype=torch.float64)
-        costs = torch.tensor(self.measured, dtype=torch.float64).cummax(0).values
+        costs = torch.tensor(measured, dtype=torch.float64).cummax(0).values
         at = rows.double()
         right = torch.searchsorted(widths, at).clamp(1, len(widths) - 1)
         left = right - 1
@@ -80,40 +103,72 @@ def measured_cost(
         progress: told in one line before measuring.
     """
     path = (folder or default_cache_dir() / "forward-costs") / f"{_key(target)}.json"
+    # Without a fingerprint nobody could tell one model's table from another's.
+    is_kept = bool(target.fingerprint)
     try:
-        content = json.loads(path.read_text())
-        if content["format"] == FORMAT:
-            return ForwardCost(tuple(content["widths"]), tuple(content["seconds"]))
-    except (OSError, ValueError, KeyError, TypeError, ConfigError):
+        content = json.loads(path.read_text()) if is_kept else {"format": None}
+        if content.pop("format") == FORMAT:
+            return ForwardCost(**{name: _as_tuple(value) for name, value in content.items()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError):
         pass
     if progress is not None:
         progress("measuring what forwards of different widths cost here, once")
     cost = measure(target)
-    _write(path, {"format": FORMAT, "widths": cost.widths, "seconds": cost.measured})
+    if is_kept:
+        _write(path, {"format": FORMAT, **asdict(cost)})
     return cost
 
 
 def measure(target: TargetModel, clock: Callable[[], float] = perf_counter) -> ForwardCost:
-    """Time forwards of `WIDTHS` rows, widths in turn, and take each one's fastest: the rest is other load."""
-    room = target.context_len - CACHED_TOKENS
-    widths = [width for width in WIDTHS if width <= max(room, 2)]
-    ids = [(7 * i) % target.vocab_size for i in range(min(CACHED_TOKENS, target.context_len // 2))]
-    sequence = Sequence(ids, SamplingParameters(), frozenset(), target.context_len, seed=0)
-    fastest = dict.fromkeys(widths, float("inf"))
+    """Time forwards of `WIDTHS` rows with few and with many cached tokens."""
+    few = min(CACHED_LENS[0], target.context_len // 2)
+    widths = [width for width in WIDTHS if width <= max(target.context_len - few, 2)]
+    fastest = _fastest(target, few, widths, clock)
+    widths = list(fastest)
+    short = ForwardCost(tuple(widths), tuple(fastest.values()), few)
+    many = min(CACHED_LENS[1], target.context_len - widths[-1])
+    filling = many / widths[-1] * short.measured[-1]
+    if many < 2 * few or filling > TIME_LIMIT:
+        return short
+    slow = _fastest(target, many, widths, clock)
+    if len(slow) < len(widths):
+        return short
+    return replace(short, long_measured=tuple(slow.values()), long_cached_len=many)
+
+
+def _fastest(
+    target: TargetModel, cached_len: int, widths: list[int], clock: Callable[[], float]
+) -> dict[int, float]:
+    """Width -> seconds of its fastest forward (the rest is other load); widths take turns.
+
+    At least two widths are measured, and wider ones as long as the time allows.
+    """
+    ids = [(7 * i) % target.vocab_size for i in range(cached_len + 1)]
+    sequence = Sequence(ids, SamplingParameters(), frozenset(), target.context_len + 1, seed=0)
+    fastest: dict[int, float] = {}
     try:
-        target.forward([Segment(sequence, tuple(ids[:-1]), None)])
+        for start in range(0, cached_len, PREFILL_ROWS):
+            target.forward(
+                [Segment(sequence, tuple(ids[start : min(start + PREFILL_ROWS, cached_len)]), None)]
+            )
         started = clock()
-        for repetition in range(MAX_REPETITIONS):
-            for width in widths:
+        for _ in range(MAX_REPETITIONS):
+            for width in list(fastest) or widths:
+                if len(fastest) >= 2 and clock() - started > TIME_LIMIT:
+                    return fastest
                 segment = Segment(sequence, (), _bush(ids[-1], width, target.vocab_size))
                 begun = clock()
                 target.forward([segment]).tree_logits().float().argmax(-1).tolist()
-                fastest[width] = min(fastest[width], clock() - begun)
-            if repetition and clock() - started > TIME_LIMIT:
-                break
+                taken = clock() - begun
+                fastest[width] = min(fastest.get(width, taken), taken)
     finally:
         target.release(sequence)
-    return ForwardCost(tuple(widths), tuple(fastest[width] for width in widths))
+    return fastest
+
+
+def _as_tuple(value: object) -> Any:
+    """JSON has lists only."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _bush(root_token_id: int, width: int, vocab_size: int) -> DraftTree:

@@ -59,7 +59,7 @@ def load(
     from paceline.engine.generator import Generator
     from paceline.engine.model_defaults import default_parameters, eos_token_ids
     from paceline.engine.node_budget import budget_of
-    from paceline.targets.huggingface import HuggingFaceTarget
+    from paceline.targets.huggingface import HuggingFaceTarget, WeightsDroppedError
     from paceline.targets.loading import LoadedModel, load_model, target_fingerprint
     from paceline.targets.sources import resolve_target
 
@@ -90,11 +90,13 @@ def load(
         tokenizer = loaded.tokenizer
         try:
             frozen = freeze(loaded.model, tokenizer, execution, releases=not keep_model)
-        except UnsupportedFeatureError:
+        except WeightsDroppedError as error:
             if execution != "auto":
                 raise
             # Found out too late, with the weights dropped: once more, without the fast path.
+            del loaded
             frozen = freeze(load_loaded().model, tokenizer, "eager")
+            frozen.eager_reason = str(error)
         model = frozen.model
     else:
         _check_model_in_memory(model, tokenizer, dtype, device)

@@ -1,7 +1,9 @@
 """What a model's own configuration asks of decoding, where neither request nor command line says more.
 
 Everything in a `generation_config` that would change the text is either taken over or refused by name: a
-setting that is silently dropped makes an answer differ from `model.generate` for no visible reason.
+setting that is silently dropped makes an answer differ from `model.generate` for no visible reason. The one
+exception is `max_length`, which many models carry as the size of their context: how long an answer may be is
+the request's to say (`max_new_tokens`).
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ REFUSED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "forced_bos_token_id": (),
         "forced_eos_token_id": (),
         "guidance_scale": (1.0,),
+        "max_time": (),
         "min_length": (0,),
         "num_beam_groups": (1,),
         "num_beams": (1,),

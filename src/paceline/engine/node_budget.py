@@ -56,7 +56,9 @@ def budget_of(
     width = read_width(width)
     if isinstance(width, int):
         return FixedBudget(width)
-    return AdaptiveBudget(measured_cost(target, progress=progress))
+    return AdaptiveBudget(
+        measured_cost(target, progress=progress), pads=getattr(target, "execution", "eager") == "eager"
+    )
 
 
 class NodeBudget(Protocol):
@@ -68,8 +70,8 @@ class NodeBudget(Protocol):
     def allot(self, num_sequences: int) -> int:
         """Nodes that the drafter may propose per sequence this round; 0: do not ask it."""
 
-    def prune(self, trees: Seq[DraftTree]) -> list[DraftTree]:
-        """The nodes worth verifying, over all trees of the round."""
+    def prune(self, trees: Seq[DraftTree], cached_len: float) -> list[DraftTree]:
+        """The nodes worth verifying, over all trees of the round; `cached_len` is their mean."""
 
     def observe(self, trees: Seq[DraftTree], results: Seq[VerifyResult], timing: RoundTiming) -> None:
         """Learn from a finished round."""
@@ -85,7 +87,7 @@ class FixedBudget:
         """The number."""
         return self.max_nodes
 
-    def prune(self, trees: Seq[DraftTree]) -> list[DraftTree]:
+    def prune(self, trees: Seq[DraftTree], cached_len: float) -> list[DraftTree]:  # noqa: ARG002
         """The most valuable nodes of each tree."""
         return [tree.take(self.max_nodes) for tree in trees]
 
@@ -99,48 +101,52 @@ class AdaptiveBudget:
     Args:
         cost: of a forward on this machine.
         max_nodes: most nodes per sequence.
+        pads: whether a forward computes as many rows for every sequence as for the widest one.
     """
 
-    def __init__(self, cost: ForwardCost, max_nodes: int = MAX_NODES) -> None:
+    def __init__(self, cost: ForwardCost, max_nodes: int = MAX_NODES, *, pads: bool = False) -> None:
         self.max_nodes = max_nodes
         self._cost = cost
+        self._pads = pads
         self._claimed = torch.full((MAX_DEPTH,), PRIOR, dtype=torch.float64)
         self._accepted = torch.full((MAX_DEPTH,), PRIOR, dtype=torch.float64)
         self._draft_seconds = 0.0
         self._pause = 0
         self._last_pause = FIRST_PAUSE // 2
-        self._drafted_rounds = 0
+        self._num_timed = 0
+        self._has_drafts = False
 
     def allot(self, num_sequences: int) -> int:  # noqa: ARG002
         """All nodes, or none while drafting pauses."""
+        self._has_drafts = False
         if self._pause > 0:
             self._pause -= 1
             return 0
         return self.max_nodes
 
-    def prune(self, trees: Seq[DraftTree]) -> list[DraftTree]:
+    def prune(self, trees: Seq[DraftTree], cached_len: float) -> list[DraftTree]:
         """Keep the nodes with which the round's expected tokens per second are highest."""
         num_sequences = len(trees)
         corrected = [self._corrected(tree) for tree in trees]
-        values = torch.cat([tree.node_values[1:] for tree in corrected])
-        if not len(values):
+        self._has_drafts = any(tree.num_draft_tokens for tree in trees)
+        if not self._has_drafts:
             return corrected
-        best = values.sort(descending=True).values.double()
-        expected = torch.cat([torch.zeros(1, dtype=torch.float64), best.cumsum(0)]) + num_sequences
-        seconds = self._cost.seconds(torch.arange(len(expected)) + num_sequences)
-        rates = expected / (seconds + self._draft_seconds)
-        num_kept = int(rates.argmax())
+        gains = _gains_by_level(corrected) if self._pads else _gains(corrected)
+        rows = torch.arange(len(gains)) * (num_sequences if self._pads else 1) + num_sequences
+        rates = (gains + num_sequences) / (self._cost.seconds(rows, cached_len) + self._draft_seconds)
+        best = int(rates.argmax())
         # Drafting is paid for by now; whether to draft next time is another question.
-        self._plan(float(rates[num_kept]), num_sequences)
-        return _share(corrected, num_kept)
+        self._plan(float(rates[best]), num_sequences, cached_len)
+        return [tree.take(best) for tree in corrected] if self._pads else _share(corrected, best)
 
     def observe(self, trees: Seq[DraftTree], results: Seq[VerifyResult], timing: RoundTiming) -> None:
         """Compare what the verified nodes were worth with what was accepted; note the drafting time."""
         num_drafted = sum(tree.num_draft_tokens for tree in trees)
-        if timing.draft_seconds > 0 and self._pause == 0:
-            weight = 0.1 if self._drafted_rounds else 1.0
+        if self._has_drafts:
+            # A plain mean of the first rounds, then an exponential one.
+            self._num_timed += 1
+            weight = max(0.1, 1.0 / self._num_timed)
             self._draft_seconds += weight * (timing.draft_seconds - self._draft_seconds)
-            self._drafted_rounds += 1
         if not num_drafted:
             return
         self._claimed = PRIOR + DECAY * (self._claimed - PRIOR)
@@ -165,14 +171,29 @@ class AdaptiveBudget:
         values.clamp_(max=1.0)
         return DraftTree(tree.token_ids, tree.parents, values)
 
-    def _plan(self, drafting_rate: float, num_sequences: int) -> None:
+    def _plan(self, drafting_rate: float, num_sequences: int, cached_len: float) -> None:
         """Pause drafting while plain steps are expected to be faster, each time twice as long."""
-        plain_rate = num_sequences / float(self._cost.seconds(torch.tensor([num_sequences]))[0])
+        plain_rate = num_sequences / float(self._cost.seconds(torch.tensor([num_sequences]), cached_len)[0])
         if drafting_rate >= plain_rate:
             self._last_pause = FIRST_PAUSE // 2
             return
         self._last_pause = min(2 * self._last_pause, LONGEST_PAUSE)
         self._pause = self._last_pause
+
+
+def _gains(trees: Seq[DraftTree]) -> Tensor:
+    """float64 [N + 1]: expected tokens of the k most valuable nodes over all trees, k from 0."""
+    values = torch.cat([tree.node_values[1:] for tree in trees]).double()
+    return torch.cat([torch.zeros(1, dtype=torch.float64), values.sort(descending=True).values.cumsum(0)])
+
+
+def _gains_by_level(trees: Seq[DraftTree]) -> Tensor:
+    """float64 [N + 1]: expected tokens when every tree keeps its k most valuable nodes, k from 0."""
+    widest = max(tree.num_draft_tokens for tree in trees)
+    values = torch.zeros(len(trees), widest + 1, dtype=torch.float64)
+    for row, tree in zip(values, trees, strict=True):
+        row[1 : len(tree)] = tree.node_values[1:].sort(descending=True).values
+    return values.sum(0).cumsum(0)
 
 
 def _share(trees: Seq[DraftTree], num_kept: int) -> list[DraftTree]:

@@ -28,7 +28,7 @@ from paceline.engine.log_probs import token_log_probs
 from paceline.engine.node_budget import NodeBudget, budget_of
 from paceline.engine.processors import TreeProcessor, build_processors
 from paceline.engine.stats import RoundTiming
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, ShapeError
 from paceline.registry import verifier_class
 from paceline.sequence import Segment, Sequence, VerifyResult
 from paceline.targets.base import TargetModel
@@ -239,7 +239,14 @@ class SpeculativeEngine:
             tree.without_tokens_from(self.target.vocab_size).clamp_depth(sequence.room - 1)
             for sequence, tree in zip(sequences, self.drafter.propose(sequences, num_nodes), strict=True)
         ]
-        return dict(zip(sequences, self.budget.prune(legal), strict=True))
+        for sequence, tree in zip(sequences, legal, strict=True):
+            if int(tree.token_ids[0]) != sequence.last_token_id:
+                raise ShapeError(
+                    f"the root of a draft tree is token {int(tree.token_ids[0])}, the sequence ends in "
+                    f"{sequence.last_token_id}: the drafter fell out of step"
+                )
+        cached_len = sum(map(self.target.cached_len, sequences)) / len(sequences)
+        return dict(zip(sequences, self.budget.prune(legal, cached_len), strict=True))
 
     def _segment(self, sequence: Sequence, tree: DraftTree | None) -> Segment:
         """Uncached prompt tokens, then the tree when the whole prompt fits."""

@@ -71,6 +71,9 @@ class StopChecker:
         self._decoder = TextDecoder(tokenizer, skip_special_tokens)
         self._matcher = StopMatcher(stop)
         self._num_chars = 0
+        # Special tokens are not part of the text, so a stop string that names one is matched by its id.
+        specials = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
+        self._stop_ids = frozenset(token_id for token, token_id in specials if token in stop)
 
     def find_stop(self, output_ids: Seq[int], num_before: int) -> int | None:
         """Search the text of the newest ids.
@@ -82,6 +85,14 @@ class StopChecker:
         Returns:
             Number of ids to keep, the last of which completes a stop string; None while there is none.
         """
+        by_id = next((i for i in range(num_before, len(output_ids)) if output_ids[i] in self._stop_ids), None)
+        by_text = self._find_in_text(output_ids, num_before)
+        if by_id is None:
+            return by_text
+        return by_id + 1 if by_text is None else min(by_text, by_id + 1)
+
+    def _find_in_text(self, output_ids: Seq[int], num_before: int) -> int | None:
+        """`find_stop` for strings of the text."""
         new_ids = output_ids[num_before:]
         replay = self._decoder.copy()
         text = self._decoder.push(new_ids)

@@ -35,7 +35,6 @@ def compiler() -> str | None:
     return None
 
 
-@cache
 def load_kernels(progress: Callable[[str], None] | None = None) -> ctypes.CDLL:
     """The compiled kernels, built now unless a build for this machine is cached.
 
@@ -50,6 +49,12 @@ def load_kernels(progress: Callable[[str], None] | None = None) -> ctypes.CDLL:
         if progress is not None:
             progress("compiling the kernels for this processor, once (about 10 s)")
         _compile(path)
+    return _loaded(path)
+
+
+@cache
+def _loaded(path: Path) -> ctypes.CDLL:
+    """The library, loaded once per process."""
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -94,8 +99,15 @@ def _compile(path: Path) -> None:
         raise UnsupportedFeatureError(
             "no C++ compiler is on the path: install g++ or clang++ (or set CXX), or use --execution eager"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.mkdtemp(dir=path.parent)
+    except OSError as error:
+        raise UnsupportedFeatureError(
+            f"the compiled kernels cannot be kept in {path.parent} ({error.strerror}): set "
+            "PACELINE_CACHE_DIR to a folder that can be written"
+        ) from error
+    try:
         built = Path(folder) / path.name
         command = [found, *FLAGS, "-o", str(built), *map(str, sorted(SOURCES.glob("*.cpp")))]
         try:
@@ -108,3 +120,5 @@ def _compile(path: Path) -> None:
             lines = [line for line in run.stderr.splitlines() if "error" in line] or ["no message"]
             raise UnsupportedFeatureError(f"{found} cannot compile the kernels: {lines[0].strip()}")
         os.replace(built, path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

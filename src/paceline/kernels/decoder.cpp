@@ -3,6 +3,8 @@
 // Python describes the model once (weights packed, see linear.hpp) and then hands over rows of embeddings with
 // their places in the key-value cache. Residuals are kept in fp32; every product takes and gives the dtype of
 // the weights. Threads split each product by columns, everything else by rows, and meet at a barrier between.
+#include <unistd.h>
+
 #include <algorithm>
 #include <memory>
 #include <vector>
@@ -140,7 +142,8 @@ struct Scratch {
 
 class Decoder {
  public:
-  Decoder(const Model& model, int num_threads) : model_(model), pool_(num_threads), attention_(num_threads) {
+  Decoder(const Model& model, int num_threads)
+      : model_(model), pool_(std::make_unique<Pool>(num_threads)), owner_(getpid()), attention_(num_threads) {
     layers_.assign(model.layers, model.layers + model.num_layers);
 #if defined(PACELINE_AMX)
     if (model.dtype == 1 && TileAttention::fits(model.attention)) tile_attention_.resize(num_threads);
@@ -148,23 +151,34 @@ class Decoder {
   }
 
   void forward(const Forward& call) {
+    adopt();
     if (model_.dtype == 1) forward_as(call, bf16_);
     else forward_as(call, fp32_);
   }
 
   void multiply(const Linear& linear, const void* rows, int num_rows, void* out) {
+    adopt();
     if (model_.dtype == 1) multiply_as<bf16>(linear, rows, num_rows, out, bf16_);
     else multiply_as<float>(linear, rows, num_rows, out, fp32_);
   }
 
  private:
+  // A forked child has no threads but the one that forked: the pool is left where it is and made anew.
+  void adopt() {
+    if (getpid() == owner_) return;
+    const int num_threads = pool_->size();
+    pool_.release();
+    pool_ = std::make_unique<Pool>(num_threads);
+    owner_ = getpid();
+  }
+
   static int stride_of(int size) { return padded(size); }
 
   // One product, threads taking pairs of columns as they get to them.
   template <class T, class Epilogue>
   void product(const Linear& linear, const T* rows, int stride, int num_rows, Epilogue&& epilogue) {
-    const int pairs = num_pairs(linear), chunk = std::max(1, pairs / (8 * pool_.size()));
-    for (int begin, end; pool_.take(pairs, chunk, begin, end);)
+    const int pairs = num_pairs(linear), chunk = std::max(1, pairs / (8 * pool_->size()));
+    for (int begin, end; pool_->take(pairs, chunk, begin, end);)
       for (int pair = begin; pair < end; pair++)
         multiply_pair<T>(linear, rows, stride, num_rows, pair,
                          [&](int row, v16f left, v16f right) { epilogue(row, pair, left, right); });
@@ -179,7 +193,7 @@ class Decoder {
                   linear.in * sizeof(T));
       std::memset(rows + size_t(row) * stride + linear.in, 0, (stride - linear.in) * sizeof(T));
     }
-    pool_.run([&](int) {
+    pool_->run([&](int) {
       open_tiles();
       product<T>(linear, rows, stride, num_rows, [&](int row, int pair, v16f left, v16f right) {
         T* to = static_cast<T*>(out) + size_t(row) * linear.out + pair * PAIR;
@@ -215,7 +229,7 @@ class Decoder {
     s.qkv = scratch.qkv.get(size_t(rows_up) * s.qkv_stride);
     s.branch = scratch.branch.get(size_t(rows_up) * s.hidden_stride);
     s.blocks = row_blocks(call.rows);
-    pool_.run([&](int thread) {
+    pool_->run([&](int thread) {
       open_tiles();
       for (int number = 0; number < m.num_layers; number++) run_layer(call, s, number, thread);
       T* out = static_cast<T*>(call.hidden);
@@ -240,7 +254,7 @@ class Decoder {
   // Rows are dealt out in turn; no work counter, no sharing.
   template <class Work>
   void each_row(const Forward& call, int thread, Work&& work) {
-    for (int row = thread; row < call.rows.num_rows; row += pool_.size()) work(row);
+    for (int row = thread; row < call.rows.num_rows; row += pool_->size()) work(row);
   }
 
   template <class T>
@@ -258,25 +272,25 @@ class Decoder {
         normalise(layer.before_mlp, m.norm_kind, m.norm_eps, x, size,
                   s.normed_mlp + size_t(row) * s.hidden_stride);
     });
-    pool_.barrier();
+    pool_->barrier();
     product<T>(layer.qkv, s.normed, s.hidden_stride, rows, [&](int row, int pair, v16f left, v16f right) {
       float* to = s.qkv + size_t(row) * s.qkv_stride + pair * PAIR;
       store(to, left);
       store(to + LANES, right);
     });
-    pool_.barrier();
+    pool_->barrier();
     each_row(call, thread, [&](int row) { rotate_and_cache<T>(call, s, layer, number, row); });
-    pool_.barrier();
+    pool_->barrier();
     attend<T>(call, s, layer, number, thread);
-    pool_.barrier();
+    pool_->barrier();
     add_branch(call, s, layer.attention_out, s.attended, s.width_stride, layer.after_attention, thread);
-    pool_.barrier();
+    pool_->barrier();
     if (!m.is_parallel) {
       each_row(call, thread, [&](int row) {
         normalise(layer.before_mlp, m.norm_kind, m.norm_eps, residual(call, row), size,
                   s.normed_mlp + size_t(row) * s.hidden_stride);
       });
-      pool_.barrier();
+      pool_->barrier();
     }
     product<T>(layer.mlp_in, s.normed_mlp, s.hidden_stride, rows,
                [&](int row, int pair, v16f left, v16f right) {
@@ -288,9 +302,9 @@ class Decoder {
                    store(to + pair * PAIR + LANES, activate(right, m.activation));
                  }
                });
-    pool_.barrier();
+    pool_->barrier();
     add_branch(call, s, layer.mlp_out, s.inner, s.inner_stride, layer.after_mlp, thread);
-    pool_.barrier();
+    pool_->barrier();
   }
 
   // residual += norm(input * weights)
@@ -311,7 +325,7 @@ class Decoder {
       if (column + PAIR <= size) store(to + LANES, load(to + LANES) + right);
     });
     if (!norm.weight) return;
-    pool_.barrier();
+    pool_->barrier();
     each_row(call, thread, [&](int row) {
       float* branch = s.branch + size_t(row) * s.hidden_stride;
       normalise(norm, model_.norm_kind, model_.norm_eps, branch, size, branch);
@@ -369,7 +383,7 @@ class Decoder {
   template <class T>
   void attend(const Forward& call, State<T>& s, const Layer& layer, int number, int thread) {
     const int heads = model_.attention.num_kv_heads, total = int(s.blocks.size()) * heads;
-    for (int begin, end; pool_.take(total, 1, begin, end);) {
+    for (int begin, end; pool_->take(total, 1, begin, end);) {
       const auto [first, last] = s.blocks[begin / heads];
       const int head = begin % heads;
       const size_t at = cache_offset(call, call.rows.slot[first], head);
@@ -411,7 +425,8 @@ class Decoder {
 
   Model model_;
   std::vector<Layer> layers_;
-  Pool pool_;
+  std::unique_ptr<Pool> pool_;
+  pid_t owner_;
   std::vector<Attention> attention_;
 #if defined(PACELINE_AMX)
   std::vector<TileAttention> tile_attention_;

@@ -18,11 +18,16 @@ def pack_weight(weight: Tensor) -> Tensor:
     """
     num_out, num_in = weight.shape
     if weight.dtype == torch.float32:
-        padded = pad(weight, (0, 0, 0, -num_out % PAIR))
-        return padded.view(-1, PAIR, num_in).transpose(1, 2).contiguous()
-    padded = pad(weight, (0, -num_in % PAIR, 0, -num_out % PAIR))
-    tiles = padded.view(padded.shape[0] // PAIR, 2, 16, padded.shape[1] // PAIR, 16, 2)
+        padded = _padded(weight, 0, -num_out % PAIR)
+        return padded.reshape(-1, PAIR, num_in).transpose(1, 2).contiguous()
+    padded = _padded(weight, -num_in % PAIR, -num_out % PAIR)
+    tiles = padded.reshape(padded.shape[0] // PAIR, 2, 16, padded.shape[1] // PAIR, 16, 2)
     return tiles.permute(0, 3, 1, 4, 2, 5).contiguous()
+
+
+def _padded(weight: Tensor, num_columns: int, num_rows: int) -> Tensor:
+    """With zeros to the right and below; `pad` copies even where there is nothing to add."""
+    return pad(weight, (0, num_columns, 0, num_rows)) if num_columns or num_rows else weight
 
 
 def pack_bias(bias: Tensor | None) -> Tensor | None:

@@ -87,7 +87,7 @@ def read_architecture(model: Any) -> Architecture:
         layer_types=layer_types,
         sliding_window=getattr(config, "sliding_window", None),
         num_heads=int(config.num_attention_heads),
-        context_len=int(getattr(config, "max_position_embeddings", 0) or UNLIMITED_CONTEXT),
+        context_len=_context_len(config),
         is_sdpa=implementation == "sdpa",
     )
 
@@ -115,6 +115,23 @@ def _logit_scale(config: Any) -> float:
     divisor = getattr(config, "logits_scaling", None)
     factor = getattr(config, "logit_scale", None)
     return float(factor or 1.0) / float(divisor or 1.0)
+
+
+def _context_len(config: Any) -> int:
+    """Longest sequence.
+
+    Long-rope models (Phi-3 with 128k positions) change all rotary frequencies once a sequence passes the
+    length they were first trained with, and Hugging Face then computes the whole cache anew. Cached keys of a
+    sequence could not be kept here, so such a model ends at that length.
+    """
+    limit = int(getattr(config, "max_position_embeddings", 0) or UNLIMITED_CONTEXT)
+    for scaling in (getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)):
+        if isinstance(scaling, dict) and "longrope" in (scaling.get("rope_type"), scaling.get("type")):
+            first = scaling.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            limit = min(limit, int(first or limit))
+    return limit
 
 
 def _find_layers(base: Any, name: str) -> Seq[nn.Module]:

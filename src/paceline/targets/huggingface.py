@@ -29,8 +29,15 @@ from paceline.targets.fast import FastDecoder
 from paceline.targets.probe import check_target, record_layer_shapes, reference_logits, refused_by_model
 
 
+class WeightsDroppedError(UnsupportedFeatureError):
+    """The fast path turned out not to agree with the model after the model's own weights were dropped."""
+
+
 class HuggingFaceTarget:
-    """TargetModel over a `PreTrainedModel`; the model is shared and never changed or copied.
+    """TargetModel over a `PreTrainedModel`.
+
+    The model is shared. Eager execution neither changes nor copies it; the fast path packs a copy of its
+    weights, and drops them from the model where `releases_model` allows it.
 
     Args:
         model: a causal LM on one device, attention implementation `sdpa` or `eager`.
@@ -112,7 +119,9 @@ class HuggingFaceTarget:
             is_gone = releases_model and self._fast is not None
             self._fast = None
             self.eager_reason = str(error)
-            if is_required or is_gone:
+            if is_gone:
+                raise WeightsDroppedError(f"execution 'fast': {error}") from error
+            if is_required:
                 raise UnsupportedFeatureError(f"execution 'fast': {error}") from error
             return False
         self.eager_reason = ""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from paceline.errors import CheckpointError
 from paceline.heads.phrase import PhraseHead
+from paceline.targets.loading import cpu_has_bfloat16
 from paceline.training.evaluate import HeadEvaluation, evaluate_head
 from paceline.training.losses import PhraseLoss
 from paceline.training.run_folder import write_json
@@ -314,5 +315,5 @@ def _parameter_groups(head: nn.Module, weight_decay: float) -> list[dict[str, An
 def _has_fast_bf16(device: torch.device) -> bool:
     """Whether matrix products are faster in bf16 there."""
     if device.type == "cpu":
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return cpu_has_bfloat16()
     return device.type == "cuda" and torch.cuda.is_bf16_supported()

@@ -14,6 +14,7 @@ from paceline.config import dtype_from_name, dtype_name
 from paceline.errors import CheckpointError, ConfigError
 from paceline.heads.checkpoint import LoadedHead, load_head, save_head
 from paceline.heads.phrase import PhraseHead, PhraseHeadConfig
+from paceline.training.allocator import keep_large_blocks
 from paceline.training.context import RunContext, folder_digest, location_digests
 from paceline.training.distill import Answer, read_answers
 from paceline.training.engine_check import check_in_engine
@@ -118,6 +119,7 @@ def run_fit(context: RunContext, reported: Reported) -> dict[str, Any]:
 def build_fit(context: RunContext, vocabulary: PhraseVocabulary, folder: Path) -> PhraseFit:
     """Samples, head and optimiser, ready to run."""
     options, target = context.options, context.generator.target
+    keep_large_blocks()
     train = _samples(context, vocabulary, "training")
     head = _new_head(context, vocabulary, train)
     return PhraseFit(

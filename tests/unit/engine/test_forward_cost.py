@@ -10,6 +10,8 @@ import torch
 from paceline.engine import forward_cost
 from paceline.engine.forward_cost import ForwardCost, measure, measured_cost
 from paceline.errors import ConfigError
+from paceline.targets.huggingface import HuggingFaceTarget
+from paceline.testing import tiny_model
 
 
 def test_costs_are_linear_between_widths_and_beyond():
@@ -46,31 +48,52 @@ def test_a_short_context_is_measured_as_far_as_it_goes(target_of):
     assert max(measure(target_of("gpt2-short")).widths) <= 32
 
 
+def test_lengths_between_and_beyond_the_measured_ones_are_linear():
+    cost = ForwardCost((1, 2), (1.0, 2.0), 100, (2.0, 4.0), 200)
+    rows = torch.tensor([1, 2])
+    assert cost.seconds(rows, 50).tolist() == [1.0, 2.0]
+    assert cost.seconds(rows, 150).tolist() == [1.5, 3.0]
+    assert cost.seconds(rows, 300).tolist() == [3.0, 6.0]
+
+
 def test_measuring_ends_at_its_time_limit(target_of):
-    """A large model on a slow machine: every width once or twice, no more."""
+    """A large model on a slow machine: two widths are enough, and its cache is not filled any further."""
     now = iter(range(10_000))
-    assert measure(target_of("llama"), clock=lambda: float(next(now))).measured == pytest.approx(
-        [1.0] * len(measure(target_of("llama")).widths)
-    )
-    assert next(now) < 80
+    cost = measure(target_of("llama"), clock=lambda: float(next(now)))
+    assert cost.widths == (1, 2)
+    assert cost.long_measured is None
+    assert next(now) < 10
 
 
-def test_a_damaged_table_is_measured_again(target_of, tmp_path):
-    target = target_of("llama")
+def test_a_damaged_table_is_measured_again(tmp_path):
+    target = HuggingFaceTarget(tiny_model(), fingerprint="tiny")
     measured_cost(target, folder=tmp_path)
     [path] = tmp_path.iterdir()
     whole = json.loads(path.read_text())
-    for content in ("", "{}", json.dumps({**whole, "seconds": []}), json.dumps({**whole, "format": 0})):
+    for content in (
+        "",
+        "{}",
+        "[]",
+        json.dumps({**whole, "measured": []}),
+        json.dumps({**whole, "format": 0}),
+    ):
         path.write_text(content)
         assert measured_cost(target, folder=tmp_path).widths == tuple(whole["widths"])
-        assert json.loads(path.read_text())["seconds"]
+        assert json.loads(path.read_text())["measured"]
     assert [p.suffix for p in tmp_path.iterdir()] == [".json"]
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(target_of, tmp_path):
+def test_a_model_without_a_fingerprint_is_measured_every_time(target_of, tmp_path):
+    """Its table could be another model's."""
+    measured_cost(target_of("llama"), folder=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
-    assert measured_cost(target_of("llama"), folder=blocked / "below").widths[0] == 1
+    target = HuggingFaceTarget(tiny_model(), fingerprint="tiny")
+    assert measured_cost(target, folder=blocked / "below").widths[0] == 1
 
 
 def test_tables_of_other_settings_are_kept_apart(target_of):

@@ -12,6 +12,8 @@ from paceline.engine.node_budget import MAX_NODES, AdaptiveBudget, FixedBudget, 
 from paceline.engine.stats import RoundTiming
 from paceline.errors import ConfigError
 from paceline.sequence import VerifyResult
+from paceline.targets.huggingface import HuggingFaceTarget
+from paceline.testing import tiny_model
 from paceline.tree import DraftTree
 
 # 20 ms for one row, half a millisecond for each further one.
@@ -51,7 +53,7 @@ def test_the_kept_number_has_the_highest_expected_rate(values):
     trees = [chain(*own) for own in values]
     # Values pass through the tree as fp32.
     flat = [float(v) for tree in trees for v in tree.node_values[1:]]
-    kept = sum(tree.num_draft_tokens for tree in AdaptiveBudget(LINEAR).prune(trees))
+    kept = sum(tree.num_draft_tokens for tree in AdaptiveBudget(LINEAR).prune(trees, 100.0))
     rates = [expected_rate(flat, k, len(trees), 0.0) for k in range(len(flat) + 1)]
     assert rates[kept] == pytest.approx(max(rates), rel=1e-6)
 
@@ -60,16 +62,34 @@ def test_a_batch_shares_the_budget_by_value():
     """The sure draft is kept long; the doubtful one is cut, whatever their order."""
     sure, doubtful = chain(0.99, 0.98, 0.97, 0.96), chain(0.05, 0.04, 0.03, 0.02)
     for trees, wanted in (([sure, doubtful], [4, 0]), ([doubtful, sure], [0, 4])):
-        kept = AdaptiveBudget(LINEAR).prune(trees)
+        kept = AdaptiveBudget(LINEAR).prune(trees, 100.0)
         assert [tree.num_draft_tokens for tree in kept] == wanted
+
+
+def test_padded_batches_are_charged_for_the_widest_tree():
+    """Four sequences, one sure draft: each of its nodes costs four rows where rows are padded."""
+    cost = ForwardCost((1, 2, 128), (0.020, 0.022, 0.274))
+    trees = [chain(0.6, 0.5, 0.4), chain(), chain(), chain()]
+    assert sum(t.num_draft_tokens for t in AdaptiveBudget(cost).prune(trees, 100.0)) == 3
+    assert sum(t.num_draft_tokens for t in AdaptiveBudget(cost, pads=True).prune(trees, 100.0)) == 0
+    even = [chain(0.9, 0.8)] * 4
+    assert [t.num_draft_tokens for t in AdaptiveBudget(cost, pads=True).prune(even, 100.0)] == [2] * 4
+
+
+def test_long_contexts_make_wide_forwards_dearer():
+    """Attention of every row reads the whole cache."""
+    cost = ForwardCost((1, 2, 64), (0.02, 0.0205, 0.05), 100, (0.03, 0.06, 2.0), 1100)
+    tree = chain(0.6, 0.5)
+    assert AdaptiveBudget(cost).prune([tree], 100.0)[0].num_draft_tokens == 2
+    assert AdaptiveBudget(cost).prune([tree], 2100.0)[0].num_draft_tokens == 0
 
 
 def test_flat_costs_keep_everything_and_steep_costs_nothing():
     flat = ForwardCost((1, 2, 64), (0.02, 0.02, 0.02))
     steep = ForwardCost((1, 2, 64), (0.02, 0.04, 1.28))
     tree = chain(0.5, 0.4, 0.3)
-    assert AdaptiveBudget(flat).prune([tree])[0].num_draft_tokens == 3
-    assert AdaptiveBudget(steep).prune([tree])[0].num_draft_tokens == 0
+    assert AdaptiveBudget(flat).prune([tree], 100.0)[0].num_draft_tokens == 3
+    assert AdaptiveBudget(steep).prune([tree], 100.0)[0].num_draft_tokens == 0
 
 
 def test_a_boasting_drafter_is_believed_less_and_less_and_then_paused():
@@ -78,15 +98,16 @@ def test_a_boasting_drafter_is_believed_less_and_less_and_then_paused():
     asked = wasted = 0
     for _ in range(1000):
         if budget.allot(1) == 0:
-            budget.observe([chain()], [accept(0)], timing(0.0))
+            budget.observe([chain()], [accept(0)], timing(1e-6))
             continue
         asked += 1
-        trees = budget.prune([chain(0.99, 0.98, 0.97)])
+        trees = budget.prune([chain(0.99, 0.98, 0.97)], 100.0)
         wasted += trees[0].num_draft_tokens
         budget.observe(trees, [accept(0)], timing())
     # 3 ms of drafting and half a millisecond a node, against 20 s of plain steps: within 5 % of plain.
     assert asked * 0.003 + wasted * 0.0005 < 0.05 * 1000 * 0.020
-    assert asked > 3
+    assert 3 < asked < 100
+    assert budget._draft_seconds == pytest.approx(0.003), "plain rounds say nothing of drafting"
 
 
 def test_a_drafter_that_becomes_good_is_found_again():
@@ -96,10 +117,10 @@ def test_a_drafter_that_becomes_good_is_found_again():
         drafted = 0
         for _ in range(num_rounds):
             nodes = budget.allot(1)
-            trees = budget.prune([chain(0.9, 0.8, 0.7)]) if nodes else [chain()]
+            trees = budget.prune([chain(0.9, 0.8, 0.7)], 100.0) if nodes else [chain()]
             drafted += nodes > 0
             kept = min(num_accepted, trees[0].num_draft_tokens)
-            budget.observe(trees, [accept(kept)], timing(0.003 if nodes else 0.0))
+            budget.observe(trees, [accept(kept)], timing(0.003 if nodes else 1e-6))
         return drafted
 
     run(600, 0)
@@ -112,11 +133,11 @@ def test_a_modest_drafter_is_believed_more():
     costly = ForwardCost((1, 2, 64), (0.02, 0.026, 0.4))
     budget = AdaptiveBudget(costly)
     tree = chain(0.2)
-    assert budget.prune([tree])[0].num_draft_tokens == 0
+    assert budget.prune([tree], 100.0)[0].num_draft_tokens == 0
     for _ in range(60):
-        budget.observe([tree], [accept(1)], timing(0.0))
+        budget.observe([tree], [accept(1)], timing(1e-6))
     budget._pause = 0
-    assert budget.prune([tree])[0].num_draft_tokens == 1
+    assert budget.prune([tree], 100.0)[0].num_draft_tokens == 1
 
 
 def test_corrected_trees_stay_trees():
@@ -135,7 +156,7 @@ def test_fixed_budgets_take_the_most_valuable_nodes():
     budget = FixedBudget(2)
     assert budget.allot(3) == 2
     tree = DraftTree.from_paths(1, [[10, 11], [20]], [0.5, 0.4])
-    assert budget.prune([tree])[0].token_ids.tolist() == [1, 10, 11]
+    assert budget.prune([tree], 100.0)[0].token_ids.tolist() == [1, 10, 11]
 
 
 @pytest.mark.parametrize("width", [-1, "many", 1.5, True, ""])
@@ -151,12 +172,13 @@ def test_numbers_are_fixed_budgets(width):
     assert budget.max_nodes == int(width)
 
 
-def test_auto_measures_the_target(target_of, tmp_path, monkeypatch):
+def test_auto_measures_the_target(tmp_path, monkeypatch):
     monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path))
+    target = HuggingFaceTarget(tiny_model(), fingerprint="tiny")
     told: list[str] = []
-    budget = budget_of("auto", target_of("llama"), told.append)
+    budget = budget_of("auto", target, told.append)
     assert isinstance(budget, AdaptiveBudget)
     assert budget.max_nodes == MAX_NODES
     assert len(told) == 1
-    budget_of("auto", target_of("llama"), told.append)
+    budget_of("auto", target, told.append)
     assert len(told) == 1, "the second time it is read from the cache"

@@ -87,3 +87,12 @@ def test_stop_string_may_span_blocks(byte_level, speller):
 def test_earliest_of_several_stop_strings_counts(byte_level, speller):
     ids = [speller.word(word) for word in ("The", " capital", " of", " France", ".")]
     assert StopChecker(byte_level, [".", "France", "tal o"]).find_stop(ids, 0) == 3
+
+
+def test_a_special_token_stops_by_its_id(tokenizer):
+    """It is no part of the text, so it cannot be found there."""
+    end = tokenizer.convert_tokens_to_ids("<pad>")
+    ids = tokenizer("ab cd", add_special_tokens=False)["input_ids"]
+    assert StopChecker(tokenizer, ["<pad>", "zz"]).find_stop([*ids, end, *ids], 0) == len(ids) + 1
+    assert StopChecker(tokenizer, ["<pad>", "cd"]).find_stop([*ids, end, *ids], 0) == len(ids)
+    assert StopChecker(tokenizer, ["zz"]).find_stop([*ids, end, *ids], 0) is None
