@@ -64,14 +64,17 @@ class SamplingParameters:
 
     def __post_init__(self) -> None:
         """Refuse values out of range, naming the field, the value and the range."""
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
+        stop: object = self.stop
+        if isinstance(stop, str):
+            object.__setattr__(self, "stop", (stop,))
         for name, is_good, wanted in self._checks():
             if not is_good:
                 raise RequestError(f"{name} is {getattr(self, name)!r}: it must be {wanted}")
 
     def _checks(self) -> list[tuple[str, bool, str]]:
         """Field, whether its value is fine, and the range in words."""
+        # Callers without a type checker pass a text or a number where a sequence is meant.
+        bad_words: tuple[object, ...] = self.bad_words
         return [
             (
                 "max_new_tokens",
@@ -99,7 +102,7 @@ class SamplingParameters:
             ),
             (
                 "bad_words",
-                all(not isinstance(ids, str | int) and ids for ids in self.bad_words),
+                all(not isinstance(ids, str | int) and ids for ids in bad_words),
                 "a list of non-empty id sequences",
             ),
             (
