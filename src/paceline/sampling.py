@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, fields, replace
 
 from paceline.errors import ConfigError, RequestError
 
-MIN_TEMPERATURE = 1e-6
-"""Below this, logits divided by it leave the range in which differences mean anything."""
+MIN_TEMPERATURE = 1e-37
+"""Smaller numbers vanish in fp32, and logits divided by nothing are no numbers."""
 
 
 @dataclass(frozen=True, slots=True)

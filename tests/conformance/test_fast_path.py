@@ -184,25 +184,25 @@ def test_a_plan_that_disagrees_with_the_model_is_not_used(monkeypatch):
 def test_without_a_compiler_auto_is_eager(monkeypatch, tmp_path):
     monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(build, "compiler", lambda: None)
-    build._loaded.cache_clear()
+    build._LOADED.clear()
     try:
         assert HuggingFaceTarget(model_of("llama"), execution="auto").execution == "eager"
         with pytest.raises(UnsupportedFeatureError, match="no C\\+\\+ compiler"):
             HuggingFaceTarget(model_of("llama"), execution="fast")
     finally:
-        build._loaded.cache_clear()
+        build._LOADED.clear()
 
 
 def test_a_failed_build_leaves_nothing_behind(monkeypatch, tmp_path):
     monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(build, "FLAGS", ("--no-such-flag",))
-    build._loaded.cache_clear()
+    build._LOADED.clear()
     try:
         with pytest.raises(UnsupportedFeatureError, match="cannot compile the kernels"):
             build.load_kernels()
         assert not list((tmp_path / "kernels").iterdir())
     finally:
-        build._loaded.cache_clear()
+        build._LOADED.clear()
 
 
 def test_dropped_weights_cannot_be_used_by_accident(tokenizer):
@@ -233,7 +233,7 @@ def test_a_cache_folder_that_cannot_be_written_leaves_auto_eager(monkeypatch, tm
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("PACELINE_CACHE_DIR", str(blocked))
-    build._loaded.cache_clear()
+    build._LOADED.clear()
     target = HuggingFaceTarget(model_of("llama"), execution="auto")
     assert target.execution == "eager"
     assert "PACELINE_CACHE_DIR" in target.eager_reason

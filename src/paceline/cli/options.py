@@ -104,7 +104,8 @@ class SamplingOptions:
         Option(help="Drop tokens below this share of the likeliest one's.", rich_help_panel=SAMPLING_PANEL),
     ] = None
     seed: Annotated[
-        int | None, Option(help="Same seed, same text, whatever drafts.", rich_help_panel=SAMPLING_PANEL)
+        int | None,
+        Option(help="Same seed, same text (fp32, or the fast path).", rich_help_panel=SAMPLING_PANEL),
     ] = None
     stop: Annotated[
         list[str] | None, Option(help="End the text here; may be repeated.", rich_help_panel=SAMPLING_PANEL)

@@ -22,6 +22,7 @@ from torch import Tensor
 from paceline.config import default_cache_dir, dtype_name
 from paceline.errors import ConfigError
 from paceline.kernels.build import processor
+from paceline.kernels.selection import argmax_rows
 from paceline.sampling import SamplingParameters
 from paceline.sequence import Segment, Sequence
 from paceline.targets.base import TargetModel
@@ -158,7 +159,7 @@ def _fastest(
                     return fastest
                 segment = Segment(sequence, (), _bush(ids[-1], width, target.vocab_size))
                 begun = clock()
-                target.forward([segment]).tree_logits().float().argmax(-1).tolist()
+                argmax_rows(target.forward([segment]).tree_logits()).tolist()
                 taken = clock() - begun
                 fastest[width] = min(fastest.get(width, taken), taken)
     finally:

@@ -24,6 +24,8 @@ from paceline.errors import UnsupportedFeatureError
 SOURCES = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread")
 _COMPILE_TIMEOUT = 300.0  # seconds
+# A library stays loaded as long as the process: there is no unloading of code that may be running.
+_LOADED: dict[Path, ctypes.CDLL] = {}
 
 
 def compiler() -> str | None:
@@ -52,13 +54,19 @@ def load_kernels(progress: Callable[[str], None] | None = None) -> ctypes.CDLL:
     return _loaded(path)
 
 
-@cache
+def loaded_kernels() -> ctypes.CDLL | None:
+    """The kernels, when this process has loaded them already; nothing is compiled for the asking."""
+    return next(iter(_LOADED.values()), None)
+
+
 def _loaded(path: Path) -> ctypes.CDLL:
     """The library, loaded once per process."""
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise UnsupportedFeatureError(f"the compiled kernels do not load: {error}") from error
+    if path not in _LOADED:
+        try:
+            _LOADED[path] = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise UnsupportedFeatureError(f"the compiled kernels do not load: {error}") from error
+    return _LOADED[path]
 
 
 def cache_folder() -> Path:

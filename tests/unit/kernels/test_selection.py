@@ -1,0 +1,45 @@
+"""The compiled argmax against torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.kernels import build
+from paceline.kernels.selection import argmax_rows
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels():
+    build.load_kernels()
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.integers(1, 5),
+    st.integers(1, 70),
+    st.integers(0, 2**31),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_places_are_those_of_torch(num_rows, size, seed, dtype):
+    """Few distinct values, so that ties are common; both zeros, and infinities."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.tensor([-torch.inf, -2.0, -0.0, 0.0, 1.5, 1.5])
+    logits = values[torch.randint(6, (num_rows, size), generator=generator)].to(dtype)
+    assert torch.equal(argmax_rows(logits), logits.float().argmax(-1))
+
+
+def test_large_rows_and_views():
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(9, 49_152, generator=generator).to(torch.bfloat16)
+    assert torch.equal(argmax_rows(logits), logits.float().argmax(-1))
+    assert torch.equal(argmax_rows(logits[:, 1:]), logits[:, 1:].float().argmax(-1))
+
+
+def test_nothing_is_compiled_for_the_asking(monkeypatch):
+    monkeypatch.setattr(build, "_LOADED", {})
+    logits = torch.tensor([[0.0, 2.0, 2.0]], dtype=torch.bfloat16)
+    assert argmax_rows(logits).tolist() == [1]
+    assert not build._LOADED
