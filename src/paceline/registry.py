@@ -20,6 +20,7 @@ DRAFTERS: Mapping[str, str] = MappingProxyType(
         "none": "paceline.drafters.none:NoDrafter",
         "prompt_lookup": "paceline.drafters.prompt_lookup:PromptLookupDrafter",
         "phrase": "paceline.drafters.phrase:PhraseDrafter",
+        "phrase+prompt_lookup": "paceline.drafters.mixed:MixedDrafter",
     }
 )
 VERIFIERS: Mapping[str, str] = MappingProxyType(

@@ -75,6 +75,58 @@ class DraftTree:
         table[node, depths[above]] = above
         return table
 
+    def num_matched(self, token_ids: Seq[int]) -> int:
+        """How many of `token_ids`, from the first on, are spelled by a path below the root."""
+        children = {
+            (parent, token_id): node
+            for node, (parent, token_id) in enumerate(
+                zip(self.parents.tolist(), self.token_ids.tolist(), strict=True)
+            )
+        }
+        node = 0
+        for number, token_id in enumerate(token_ids):
+            child = children.get((node, token_id))
+            if child is None:
+                return number
+            node = child
+        return len(token_ids)
+
+    def merged(self, other: DraftTree) -> DraftTree:
+        """One tree with the nodes of both, equal prefixes shared; both must have the same root.
+
+        A node that both propose is worth the chance that either is right, as if they erred independently.
+        Never less than what stands below it, since that holds in both trees.
+        """
+        if len(other) == 1:
+            return self
+        token_ids, parents = self.token_ids.tolist(), self.parents.tolist()
+        values = self.node_values.tolist()
+        if other.token_ids[0] != token_ids[0]:
+            raise ShapeError(
+                f"trees with roots {token_ids[0]} and {int(other.token_ids[0])} cannot be merged: "
+                "they follow different tokens"
+            )
+        nodes = {
+            (parent, token_id): node
+            for node, (parent, token_id) in enumerate(zip(parents, token_ids, strict=True))
+        }
+        places = [0]
+        rows = zip(other.parents.tolist(), other.token_ids.tolist(), other.node_values.tolist(), strict=True)
+        for parent, token_id, value in list(rows)[1:]:
+            key = (places[parent], token_id)
+            node = nodes.get(key)
+            if node is None:
+                node = nodes[key] = len(token_ids)
+                token_ids.append(token_id)
+                parents.append(key[0])
+                values.append(value)
+            else:
+                values[node] = 1.0 - (1.0 - values[node]) * (1.0 - value)
+            places.append(node)
+        return DraftTree(
+            torch.tensor(token_ids), torch.tensor(parents), torch.tensor(values, dtype=torch.float32)
+        )
+
     def take(self, max_nodes: int) -> DraftTree:
         """Keep the `max_nodes` most valuable drafted nodes (parents win ties, so the result is a tree)."""
         if max_nodes >= self.num_draft_tokens:

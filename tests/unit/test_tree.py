@@ -178,3 +178,29 @@ def test_levels_are_reranked_together():
 def test_check_tree_names_what_is_wrong(tokens, parents, values, message):
     with pytest.raises(ShapeError, match=message):
         check_tree(DraftTree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(values)))
+
+
+@quick
+@given(trees(), trees())
+def test_merged_trees_hold_the_texts_of_both_once(first, second):
+    merged = first.merged(second)
+    check_tree(merged)
+    assert sorted(texts(merged)) == sorted(set(texts(first)) | set(texts(second)))
+    own = dict(zip(texts(first), first.node_values.tolist(), strict=True))
+    other = dict(zip(texts(second), second.node_values.tolist(), strict=True))
+    for text, value in zip(texts(merged), merged.node_values.tolist(), strict=True):
+        either = 1 - (1 - own.get(text, 0.0)) * (1 - other.get(text, 0.0))
+        assert value == pytest.approx(either, abs=1e-5)
+
+
+def test_trees_of_different_roots_are_not_merged():
+    with pytest.raises(ShapeError, match="roots 1 and 2"):
+        DraftTree.root_only(1).merged(DraftTree.from_chain(2, [3]))
+
+
+@quick
+@given(trees(), st.lists(token, max_size=6))
+def test_num_matched_is_the_longest_prefix_in_the_tree(tree, ids):
+    known = set(texts(tree))
+    wanted = next((n for n in range(len(ids)) if tuple(ids[: n + 1]) not in known), len(ids))
+    assert tree.num_matched(ids) == wanted

@@ -34,7 +34,11 @@ class ModelOptions:
         ),
     ] = "smollm2"
     drafter: Annotated[
-        str, Option(help="What drafts: phrase, prompt_lookup or none.", rich_help_panel=MODEL_PANEL)
+        str,
+        Option(
+            help="What drafts: phrase, prompt_lookup, phrase+prompt_lookup or none.",
+            rich_help_panel=MODEL_PANEL,
+        ),
     ] = "phrase"
     head: Annotated[
         Path | None,

@@ -56,12 +56,14 @@ class _TextState:
         is_first_right: by size of the match, how often the first drafted token is accepted.
         is_next_right: how often a further one is, when the one before was.
         last_size: size of the best match of the newest draft; 0 without one.
+        last_tree: that draft; None when it was counted.
     """
 
     index: NgramIndex
     is_first_right: dict[int, _Odds] = field(default_factory=dict)
     is_next_right: _Odds = field(default_factory=lambda: _Odds(0.8))
     last_size: int = 0
+    last_tree: DraftTree | None = None
 
     def catch_up(self, sequence: Sequence) -> None:
         """Index the committed tokens that are new."""
@@ -74,14 +76,19 @@ class _TextState:
         """Odds of the first token after a match of `size` tokens; longer ones start from a better guess."""
         return self.is_first_right.setdefault(size, _Odds(1 - 0.7**size))
 
-    def learn(self, tree: DraftTree, num_accepted: int) -> None:
-        """Count how the newest draft did."""
-        if self.last_size == 0 or tree.num_draft_tokens == 0:
+    def learn(self, emitted_ids: Seq[int]) -> None:
+        """Count how the newest draft did, all of it: some nodes may not have been verified.
+
+        What was emitted shows it, whoever drafted that.
+        """
+        tree, self.last_tree = self.last_tree, None
+        if tree is None or tree.num_draft_tokens == 0 or not emitted_ids:
             return
-        self.first_odds(self.last_size).add(min(num_accepted, 1), 1)
-        if num_accepted:
-            is_cut = num_accepted < int(tree.depths.max())
-            self.is_next_right.add(num_accepted - 1, num_accepted - 1 + is_cut)
+        num_right = tree.num_matched(emitted_ids)
+        self.first_odds(self.last_size).add(min(num_right, 1), 1)
+        if num_right:
+            is_wrong = num_right < min(int(tree.depths.max()), len(emitted_ids))
+            self.is_next_right.add(num_right - 1, num_right - 1 + is_wrong)
 
 
 class PromptLookupDrafter:
@@ -123,7 +130,7 @@ class PromptLookupDrafter:
         for segment, result in zip(output.segments, results, strict=True):
             state = self._states.get(segment.sequence)
             if state is not None and result is not None and segment.tree is not None:
-                state.learn(segment.tree, len(result.path))
+                state.learn(result.emitted_ids)
                 state.catch_up(segment.sequence)
 
     def release(self, sequence: Sequence) -> None:
@@ -137,7 +144,7 @@ class PromptLookupDrafter:
             state = self._states[sequence] = _TextState(index)
         state.catch_up(sequence)
         matches = state.index.matches()[: self._num_matches]
-        state.last_size = matches[0].size if matches else 0
+        state.last_size, state.last_tree = matches[0].size if matches else 0, None
         if not matches or max_nodes <= 0:
             return DraftTree.root_only(sequence.last_token_id)
         first = state.first_odds(matches[0].size).rate
@@ -150,7 +157,8 @@ class PromptLookupDrafter:
         tree = DraftTree(tree.token_ids, tree.parents, values)
         num_worthy = int((values[1:] >= MIN_NODE_VALUE).sum())
         # One node costs next to nothing; without it a text that begins to repeat itself would go unnoticed.
-        return tree.take(min(max_nodes, max(num_worthy, 1)))
+        state.last_tree = tree.take(min(max_nodes, max(num_worthy, 1)))
+        return state.last_tree
 
 
 def _shares(matches: Seq[NgramMatch]) -> list[float]:
