@@ -17,6 +17,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from paceline.drafters.compiled_phrase import CompiledPhrases
 from paceline.errors import CheckpointError, ConfigError
 from paceline.heads.checkpoint import LoadedHead, default_head, load_head
 from paceline.heads.phrase import PhraseHead
@@ -55,6 +56,7 @@ class PhraseDrafter:
         self._target = target
         self._head = _ready_to_draft(loaded.head, target.device)
         self._trie = loaded.vocabulary.trie
+        self._compiled = CompiledPhrases.where_possible(self._head, self._trie)
         self.required_features: tuple[int, ...] = loaded.config.feature_layers
         self._states: dict[Sequence, _State] = {}
 
@@ -81,7 +83,13 @@ class PhraseDrafter:
         ready = [i for i, sequence in enumerate(sequences) if self._is_ready(sequence)]
         if not ready or max_nodes < 1:
             return trees
-        probabilities = self._probabilities([sequences[i] for i in ready])
+        inputs = self._inputs([sequences[i] for i in ready])
+        if self._compiled is not None:
+            roots = [sequences[i].last_token_id for i in ready]
+            for i, tree in zip(ready, self._compiled.draft(inputs, roots, max_nodes), strict=True):
+                trees[i] = tree
+            return trees
+        probabilities = torch.softmax(self._head(inputs).float(), dim=-1).cpu()
         for i, best in zip(ready, self._trie.most_valuable(probabilities, max_nodes), strict=True):
             trees[i] = DraftTree.from_trie_mass(
                 sequences[i].last_token_id, self._trie.token_ids, self._trie.parents, best.values, best.nodes
@@ -118,13 +126,12 @@ class PhraseDrafter:
         state = self._states.get(sequence)
         return state is not None and state.num_tokens == len(sequence) - 1
 
-    def _probabilities(self, sequences: list[Sequence]) -> Tensor:
-        """[M, E] phrase probabilities on the CPU."""
+    def _inputs(self, sequences: list[Sequence]) -> Tensor:
+        """[M, num_inputs * D]: what the head reads."""
         vectors = torch.stack([self._states[sequence].vectors for sequence in sequences], dim=1)
         newest = torch.tensor([sequence.last_token_id for sequence in sequences])
         features = dict(zip(self.required_features, vectors[1:], strict=True))
-        inputs = self._head.join_inputs(vectors[0], self._target.embedding(newest), features)
-        return torch.softmax(self._head(inputs).float(), dim=-1).cpu()
+        return self._head.join_inputs(vectors[0], self._target.embedding(newest), features)
 
 
 def _ready_to_draft(head: PhraseHead, device: torch.device) -> PhraseHead:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
 from typing import ClassVar
 
 FP32, BF16 = 0, 1
@@ -109,4 +109,50 @@ class Forward(Structure):
         ("hidden", c_void_p),
         ("feature_layers", c_void_p),
         ("features", c_void_p),
+    ]
+
+
+class PhraseHead(Structure):
+    """A phrase head's layers."""
+
+    _fields_: ClassVar = [
+        ("layers", POINTER(Linear)),
+        ("norms", POINTER(Norm)),
+        ("output", Linear),
+        ("depth", c_int32),
+        ("num_inputs", c_int32),
+        ("input_size", c_int32),
+        ("output_dtype", c_int32),
+        ("norm_eps", c_float),
+        ("input_eps", c_float),
+    ]
+
+
+class Trie(Structure):
+    """A token trie over the phrases; int32 arrays."""
+
+    _fields_: ClassVar = [
+        ("tokens", c_void_p),
+        ("parents", c_void_p),
+        ("depths", c_void_p),
+        ("starts", c_void_p),
+        ("ends", c_void_p),
+        ("num_nodes", c_int32),
+        ("num_entries", c_int32),
+        ("tie", c_double),
+    ]
+
+
+class Drafts(Structure):
+    """Inputs and results of one call of the phrase drafter."""
+
+    _fields_: ClassVar = [
+        ("num_rows", c_int32),
+        ("max_nodes", c_int32),
+        ("inputs", c_void_p),
+        ("roots", c_void_p),
+        ("tokens", c_void_p),
+        ("parents", c_void_p),
+        ("values", c_void_p),
+        ("counts", c_void_p),
     ]

@@ -3,26 +3,17 @@
 // Python describes the model once (weights packed, see linear.hpp) and then hands over rows of embeddings with
 // their places in the key-value cache. Residuals are kept in fp32; every product takes and gives the dtype of
 // the weights. Threads split each product by columns, everything else by rows, and meet at a barrier between.
-#include <unistd.h>
-
 #include <algorithm>
 #include <memory>
 #include <vector>
 
 #include "attention.hpp"
+#include "layers.hpp"
 #include "linear.hpp"
 #include "threads.hpp"
 #include "tile_attention.hpp"
 
 namespace paceline {
-
-enum NormKind : int32_t { RMS_NORM = 0, LAYER_NORM = 1 };
-enum Activation : int32_t { SILU = 0, GELU_TANH = 1, GELU_ERF = 2, RELU = 3 };
-
-struct Norm {
-  const float* weight;  // Null: no norm here.
-  const float* bias;
-};
 
 struct Layer {
   Linear qkv, attention_out, mlp_in, mlp_out;
@@ -61,79 +52,6 @@ struct Forward {
   void* const* features;
 };
 
-inline v16f activate(v16f x, int32_t kind) {
-  switch (kind) {
-    case SILU:
-      return x / (1.0f + exponential(-x));
-    case GELU_TANH:
-      return 0.5f * x * (1.0f + hyperbolic_tangent(0.7978845608f * (x + 0.044715f * x * x * x)));
-    case GELU_ERF: {
-      // erf to 1.5e-7: Abramowitz and Stegun 7.1.26.
-      const v16f z = maximum(x, -x) * 0.70710678f;
-      const v16f t = 1.0f / (1.0f + 0.3275911f * z);
-      v16f p = splat(1.061405429f);
-      p = p * t - 1.453152027f;
-      p = p * t + 1.421413741f;
-      p = p * t - 0.284496736f;
-      p = p * t + 0.254829592f;
-      const v16f erf = 1.0f - p * t * exponential(-z * z);
-      return 0.5f * x * (1.0f + (x < 0.0f ? -erf : erf));
-    }
-    default:
-      return maximum(x, v16f{});
-  }
-}
-
-inline float inverse_rms(const float* x, int size, float eps) {
-  v16f squares = {};
-  for (int d = 0; d < size; d += LANES) squares += load(x + d) * load(x + d);
-  return 1.0f / std::sqrt(sum(squares) / size + eps);
-}
-
-template <class To>
-void normalise(const Norm& norm, int32_t kind, float eps, const float* x, int size, To* out) {
-  if (!norm.weight) {
-    for (int d = 0; d < size; d += LANES) store(out + d, load(x + d));
-    return;
-  }
-  float mean = 0.0f, factor;
-  if (kind == LAYER_NORM) {
-    v16f total = {}, squares = {};
-    for (int d = 0; d < size; d += LANES) total += load(x + d);
-    mean = sum(total) / size;
-    for (int d = 0; d < size; d += LANES) {
-      const v16f centred = load(x + d) - mean;
-      squares += centred * centred;
-    }
-    factor = 1.0f / std::sqrt(sum(squares) / size + eps);
-  } else {
-    factor = inverse_rms(x, size, eps);
-  }
-  for (int d = 0; d < size; d += LANES) {
-    v16f y = (load(x + d) - mean) * factor * load(norm.weight + d);
-    if (norm.bias) y += load(norm.bias + d);
-    store(out + d, y);
-  }
-}
-
-// Memory that only grows, zero at first, aligned for tiles.
-template <class T>
-class Buffer {
- public:
-  T* get(size_t count) {
-    if (count > size_) {
-      owned_.reset(static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64)), std::free);
-      std::memset(owned_.get(), 0, count * sizeof(T));
-      size_ = count;
-    }
-    return owned_.get();
-  }
-
- private:
-  std::shared_ptr<T> owned_;
-  size_t size_ = 0;
-};
-
 template <class T>
 struct Scratch {
   Buffer<T> normed, normed_mlp, attended, inner, input;
@@ -143,7 +61,7 @@ struct Scratch {
 class Decoder {
  public:
   Decoder(const Model& model, int num_threads)
-      : model_(model), pool_(std::make_unique<Pool>(num_threads)), owner_(getpid()), attention_(num_threads) {
+      : model_(model), num_threads_(num_threads), attention_(num_threads) {
     layers_.assign(model.layers, model.layers + model.num_layers);
 #if defined(PACELINE_AMX)
     if (model.dtype == 1 && TileAttention::fits(model.attention)) tile_attention_.resize(num_threads);
@@ -151,27 +69,18 @@ class Decoder {
   }
 
   void forward(const Forward& call) {
-    adopt();
+    pool_ = &shared_pool(num_threads_);
     if (model_.dtype == 1) forward_as(call, bf16_);
     else forward_as(call, fp32_);
   }
 
   void multiply(const Linear& linear, const void* rows, int num_rows, void* out) {
-    adopt();
+    pool_ = &shared_pool(num_threads_);
     if (model_.dtype == 1) multiply_as<bf16>(linear, rows, num_rows, out, bf16_);
     else multiply_as<float>(linear, rows, num_rows, out, fp32_);
   }
 
  private:
-  // A forked child has no threads but the one that forked: the pool is left where it is and made anew.
-  void adopt() {
-    if (getpid() == owner_) return;
-    const int num_threads = pool_->size();
-    pool_.release();
-    pool_ = std::make_unique<Pool>(num_threads);
-    owner_ = getpid();
-  }
-
   static int stride_of(int size) { return padded(size); }
 
   // One product, threads taking pairs of columns as they get to them.
@@ -425,8 +334,8 @@ class Decoder {
 
   Model model_;
   std::vector<Layer> layers_;
-  std::unique_ptr<Pool> pool_;
-  pid_t owner_;
+  const int num_threads_;
+  Pool* pool_ = nullptr;
   std::vector<Attention> attention_;
 #if defined(PACELINE_AMX)
   std::vector<TileAttention> tile_attention_;

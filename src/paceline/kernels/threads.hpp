@@ -4,9 +4,12 @@
 // cores, and a forward takes a hundred times longer. Within a forward the threads meet at spinning barriers
 // (several per layer), and give the core away when another process holds a peer up.
 #pragma once
+#include <unistd.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <functional>
+#include <map>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -32,8 +35,9 @@ class Pool {
   }
   int size() const { return num_threads_; }
 
-  // Run job(thread) on every thread and wait for all.
+  // Run job(thread) on every thread and wait for all. Callers of several threads wait for each other.
   void run(const std::function<void(int)>& job) {
+    std::lock_guard<std::mutex> turn(turns_);
     next_.store(0);
     if (num_threads_ > 1) {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -95,7 +99,7 @@ class Pool {
 
   int num_threads_;
   std::vector<std::thread> workers_;
-  std::mutex mutex_;
+  std::mutex turns_, mutex_;
   std::condition_variable wake_;
   const std::function<void(int)>* job_ = nullptr;
   unsigned long generation_ = 0;
@@ -104,5 +108,16 @@ class Pool {
   alignas(64) std::atomic<int> phase_{0};
   alignas(64) std::atomic<int> next_{0};
 };
+
+// The pool of this process with so many threads: one for all who ask, since two pools would share the cores. A
+// forked child has no threads but the one that forked, so there the old pool is left where it is.
+inline Pool& shared_pool(int num_threads) {
+  static std::mutex guard;
+  static std::map<std::pair<pid_t, int>, Pool*> pools;  // Never deleted: threads may outlive static objects.
+  std::lock_guard<std::mutex> lock(guard);
+  Pool*& pool = pools[{getpid(), num_threads}];
+  if (!pool) pool = new Pool(num_threads);
+  return *pool;
+}
 
 }  // namespace paceline

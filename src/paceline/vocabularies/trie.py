@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from paceline.errors import ShapeError
 
-_TIE = 1e-9
+TIE = 1e-9
 """Relative handicap per level: a parent wins a tie with its child; far below any real difference."""
 
 
@@ -80,8 +80,8 @@ class TokenTrie:
         self._keys: NDArray[np.int64] = ((self.parents + 1) * self._stride + self.token_ids).numpy()
         self._entry_at = np.full(len(self), -1, dtype=np.int64)
         self._entry_at[self.entry_nodes.numpy()] = np.arange(len(entries))
-        # Nodes of equal worth are ordered by depth: see `_TIE`.
-        self._handicap = 1.0 - _TIE * self.depths.to(torch.float64)
+        # Nodes of equal worth are ordered by depth: see `TIE`.
+        self._handicap = 1.0 - TIE * self.depths.to(torch.float64)
 
     def __len__(self) -> int:
         """Number of nodes, the root not counted."""

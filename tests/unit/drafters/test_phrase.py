@@ -114,13 +114,13 @@ def test_a_head_that_knows_the_text_gets_its_phrases_accepted(target, vocabulary
 def test_the_head_reads_the_state_right_before_the_newest_token(target, vocabulary, texts, monkeypatch):
     drafter = PhraseDrafter(target, teach(loaded(vocabulary, feature_layers=(1,)), target, texts))
     seen: list[torch.Tensor] = []
-    original = PhraseHead.forward
+    original = PhraseDrafter._inputs
 
-    def record(self: PhraseHead, inputs: torch.Tensor) -> torch.Tensor:
-        seen.append(inputs.clone())
-        return original(self, inputs)
+    def record(self: PhraseDrafter, sequences: list[Sequence]) -> torch.Tensor:
+        seen.append(original(self, sequences))
+        return seen[-1].clone()
 
-    monkeypatch.setattr(PhraseHead, "forward", record)
+    monkeypatch.setattr(PhraseDrafter, "_inputs", record)
     engine = SpeculativeEngine(target, drafter, num_speculative_tokens=12)
     sequences = [sequence_of(prompt) for prompt in PROMPTS]
     for sequence in sequences:

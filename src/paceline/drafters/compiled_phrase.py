@@ -1,0 +1,123 @@
+"""The phrase drafter's arithmetic in one call of the compiled kernels (`kernels/phrase.cpp`).
+
+Drafting runs between two forwards, so its time is lost to both. In torch it is some twenty operations, each
+of which wakes the threads; here the output layer is read once, in the order of the trie, and the tree comes
+out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.heads.phrase import PhraseHead
+from paceline.kernels import abi
+from paceline.kernels.build import loaded_kernels
+from paceline.kernels.packing import pack_bias, pack_weight
+from paceline.tree import DraftTree
+from paceline.vocabularies.trie import TIE, TokenTrie
+
+ALIGNMENT = 16
+_DTYPES = {torch.float32: abi.FP32, torch.bfloat16: abi.BF16}
+
+
+class CompiledPhrases:
+    """Head and trie, packed.
+
+    Args:
+        head: frozen, on the CPU, its trunk in fp32.
+        trie: of its vocabulary.
+        library: the kernels.
+    """
+
+    def __init__(self, head: PhraseHead, trie: TokenTrie, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._library.paceline_phrase_new.restype = ctypes.c_void_p
+        self._kept: list[Tensor] = []
+        layers = (abi.Linear * len(head.layers))(*[self._linear(layer) for layer in head.layers])
+        norms = (abi.Norm * len(head.norms))(*[self._norm(norm) for norm in head.norms])
+        # Phrases in the order of their tokens: those beneath a node lie side by side.
+        order = trie.entry_order
+        output = head.output
+        packed_head = abi.PhraseHead(
+            layers=layers,
+            norms=norms,
+            output=self._pack(output.weight[order], output.bias[order]),
+            depth=len(head.layers),
+            num_inputs=head.config.num_inputs,
+            input_size=head.config.hidden_size,
+            output_dtype=_DTYPES[output.weight.dtype],
+            norm_eps=self._eps(head),
+            input_eps=torch.finfo(torch.float32).eps,
+        )
+        arrays = (trie.token_ids, trie.parents, trie.depths, trie.starts, trie.ends)
+        packed_trie = abi.Trie(
+            *[self._keep(array.to(torch.int32)) for array in arrays], len(trie), trie.num_entries, TIE
+        )
+        self._drafter = ctypes.c_void_p(
+            library.paceline_phrase_new(
+                ctypes.byref(packed_head),
+                ctypes.byref(packed_trie),
+                ctypes.c_int32(torch.get_num_threads()),
+            )
+        )
+        weakref.finalize(self, library.paceline_phrase_free, self._drafter)
+
+    @classmethod
+    def where_possible(cls, head: PhraseHead, trie: TokenTrie) -> CompiledPhrases | None:
+        """Packed, when the kernels are loaded (the target is on the fast path) and sizes fit; else None."""
+        library = loaded_kernels()
+        weight = head.output.weight
+        sizes = (head.config.hidden_size, *head.config.layer_widths)
+        if library is None or weight.device.type != "cpu" or any(size % ALIGNMENT for size in sizes):
+            return None
+        if head.trunk_dtype != torch.float32 or weight.dtype not in _DTYPES:
+            return None
+        return cls(head, trie, library)
+
+    def draft(self, inputs: Tensor, roots: Seq[int], max_nodes: int) -> list[DraftTree]:
+        """The most valuable phrase nodes of every row.
+
+        Args:
+            inputs: [M, num_inputs * D], what the head reads.
+            roots: newest token of each row.
+            max_nodes: most drafted nodes per row, at least 1.
+        """
+        inputs = inputs.float().contiguous()
+        shape = (len(roots), max_nodes + 1)
+        newest, counts = torch.tensor(roots), torch.empty(len(roots), dtype=torch.int64)
+        tokens, parents = (torch.empty(shape, dtype=torch.int64) for _ in range(2))
+        values = torch.empty(shape)
+        arrays = (inputs, newest, tokens, parents, values, counts)
+        call = abi.Drafts(len(roots), max_nodes, *[array.data_ptr() for array in arrays])
+        self._library.paceline_phrase_draft(self._drafter, ctypes.byref(call))
+        return [
+            DraftTree(tokens[row, :count], parents[row, :count], values[row, :count])
+            for row, count in enumerate(counts.tolist())
+        ]
+
+    def _linear(self, layer: Any) -> abi.Linear:
+        return self._pack(layer.weight, layer.bias)
+
+    def _norm(self, norm: Any) -> abi.Norm:
+        return abi.Norm(self._keep(norm.weight.float()), self._keep(norm.bias.float()))
+
+    def _pack(self, weight: Tensor, bias: Tensor) -> abi.Linear:
+        num_out, num_in = weight.shape
+        return abi.Linear(self._keep(pack_weight(weight)), self._keep(pack_bias(bias)), num_in, num_out)
+
+    @staticmethod
+    def _eps(head: PhraseHead) -> float:
+        first: Any = head.norms[0]
+        return float(first.eps)
+
+    def _keep(self, tensor: Tensor | None) -> int:
+        """Address of a tensor that lives as long as this object."""
+        assert tensor is not None
+        self._kept.append(tensor.detach().contiguous())
+        return self._kept[-1].data_ptr()

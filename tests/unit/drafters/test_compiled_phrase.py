@@ -1,0 +1,105 @@
+"""The compiled phrase drafter against the same arithmetic in torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.drafters.compiled_phrase import CompiledPhrases
+from paceline.heads.phrase import PhraseHead, PhraseHeadConfig
+from paceline.kernels import build
+from paceline.tree import DraftTree, check_tree
+from paceline.vocabularies.trie import TokenTrie
+
+token = st.integers(0, 6)
+phrases = st.lists(st.lists(token, min_size=1, max_size=5).map(tuple), min_size=1, max_size=90, unique=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels():
+    build.load_kernels()
+
+
+def make_head(num_entries: int, seed: int = 0, dtype: torch.dtype = torch.float32, **settings_) -> PhraseHead:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        head = PhraseHead(
+            PhraseHeadConfig(num_entries=num_entries, **{"hidden_size": 32, "width": 16, **settings_})
+        )
+        with torch.no_grad():
+            for parameter in head.parameters():
+                parameter.mul_(3).add_(0.1 * torch.randn_like(parameter))
+    head.output.to(dtype)
+    return head.eval().requires_grad_(False)
+
+
+def in_torch(
+    head: PhraseHead, trie: TokenTrie, inputs: torch.Tensor, roots, max_nodes: int
+) -> list[DraftTree]:
+    best = trie.most_valuable(torch.softmax(head(inputs).float(), -1), max_nodes)
+    return [
+        DraftTree.from_trie_mass(root, trie.token_ids, trie.parents, own.values, own.nodes)
+        for root, own in zip(roots, best, strict=True)
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(phrases, st.integers(1, 40), st.integers(1, 19), st.integers(0, 2**31))
+def test_trees_are_those_of_torch(entries, max_nodes, num_rows, seed):
+    """Any vocabulary size, any number of sequences and of nodes."""
+    trie, head = TokenTrie(entries), make_head(len(entries), seed)
+    inputs = torch.randn(num_rows, 64, generator=torch.Generator().manual_seed(seed))
+    roots = list(range(num_rows))
+    compiled = CompiledPhrases.where_possible(head, trie)
+    for ours, reference in zip(
+        compiled.draft(inputs, roots, max_nodes), in_torch(head, trie, inputs, roots, max_nodes), strict=True
+    ):
+        check_tree(ours)
+        assert ours.num_draft_tokens == reference.num_draft_tokens
+        # Rounding may order two nodes of nearly equal worth either way, so worths are compared.
+        torch.testing.assert_close(
+            ours.node_values.sort().values, reference.node_values.sort().values, rtol=1e-4, atol=1e-6
+        )
+        for tree in (ours, reference):
+            assert int(tree.token_ids[0]) == int(reference.token_ids[0])
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"depth": 1},
+        {"depth": 3, "trunk_width": 48},
+        {"inputs": ("hidden",)},
+        {"feature_layers": (1, 4)},
+        {"hidden_size": 48, "width": 80},
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_every_shape_of_head_is_computed(shape, dtype):
+    entries = [(a, b) for a in range(7) for b in range(7)] + [(a,) for a in range(7)]
+    trie, head = TokenTrie(entries), make_head(len(entries), dtype=dtype, **shape)
+    width = head.config.num_inputs * head.config.hidden_size
+    inputs = 20 * torch.randn(3, width, generator=torch.Generator().manual_seed(5))
+    compiled = CompiledPhrases.where_possible(head, trie)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.05
+    for ours, reference in zip(
+        compiled.draft(inputs, [1, 2, 3], 12), in_torch(head, trie, inputs, [1, 2, 3], 12), strict=True
+    ):
+        torch.testing.assert_close(
+            ours.node_values.sort().values,
+            reference.node_values.sort().values,
+            rtol=tolerance,
+            atol=tolerance,
+        )
+
+
+def test_what_the_kernels_do_not_take_stays_in_torch(monkeypatch):
+    trie = TokenTrie([(1,), (2,)])
+    assert CompiledPhrases.where_possible(make_head(2, hidden_size=24), trie) is None
+    assert CompiledPhrases.where_possible(make_head(2, width=24), trie) is None
+    assert CompiledPhrases.where_possible(make_head(2, dtype=torch.float16), trie) is None
+    monkeypatch.setattr(build, "_LOADED", {})
+    assert CompiledPhrases.where_possible(make_head(2), trie) is None
