@@ -13,6 +13,7 @@ from paceline.bench.metadata import machine, run_metadata
 from paceline.bench.near_ties import answered_sequences, find_differences, width_noise
 from paceline.bench.records import Journal
 from paceline.bench.report import BenchmarkReport
+from paceline.bench.roofline import roofline
 from paceline.bench.rows import result_rows
 from paceline.bench.runner import BenchmarkRunner, Progress
 from paceline.bench.suites import Suite, load_suite
@@ -120,6 +121,7 @@ def run_benchmark(
     target: str,
     out: Path,
     command: str = "",
+    with_roofline: bool = False,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> BenchmarkReport:
     """Measure, or go on measuring, and write the report into `out`.
@@ -130,6 +132,7 @@ def run_benchmark(
         target: how the target was named.
         out: folder of the records and the report.
         command: noted in the report.
+        with_roofline: hold forwards against the floor that memory sets.
         on_progress: called before every measurement.
     """
     suites = options.load_suites()
@@ -152,6 +155,7 @@ def run_benchmark(
     model = getattr(generator.target, "model", None)
     differences = [] if model is None else find_differences(records, names, model)
     noise = width_noise(model, answered_sequences(records)) if differences else None
-    report = BenchmarkReport(metadata, result_rows(records, names, options.seed), differences, noise)
+    floor = roofline(records, names, generator.target) if with_roofline else None
+    report = BenchmarkReport(metadata, result_rows(records, names, options.seed), differences, noise, floor)
     report.write(out)
     return report

@@ -12,6 +12,7 @@ from typing import Any
 from paceline.bench.intervals import Interval
 from paceline.bench.near_ties import NOISE_PERCENTILE, NOISE_WIDTH, Difference
 from paceline.bench.plots import draw_plots
+from paceline.bench.roofline import Roofline
 from paceline.bench.rows import ResultRow
 
 TABLE_COLUMNS = (
@@ -39,12 +40,14 @@ class BenchmarkReport:
         rows: figures.
         differences: where answers left their reference.
         rounding_noise: largest gap that rounding explains on this model; None when it was not needed.
+        roofline: forwards against the floor that memory sets; None when not asked for.
     """
 
     metadata: Mapping[str, Any]
     rows: Seq[ResultRow]
     differences: Seq[Difference]
     rounding_noise: float | None = None
+    roofline: Roofline | None = None
 
     def write(self, folder: Path) -> list[Path]:
         """Write all files; returns their paths."""
@@ -61,6 +64,7 @@ class BenchmarkReport:
             **self.metadata,
             "rows": [row.as_dict() for row in self.rows],
             "rounding_noise": self.rounding_noise,
+            "roofline": None if self.roofline is None else self.roofline.as_dict(),
             "differences": [_finite(difference.as_dict()) for difference in self.differences],
         }
 
@@ -81,9 +85,31 @@ class BenchmarkReport:
             rows = [row for row in self.rows if (row.suite, row.batch_size) == (suite, batch_size)]
             lines += ["", f"## {suite}, batch {batch_size}, {rows[0].num_prompts} prompts", ""]
             lines += markdown_table(rows)
+        lines += self.roofline_lines()
         for plot in plots:
             lines += ["", f"![{plot.stem}]({plot.name})"]
         return "\n".join([*lines, *self._difference_lines()]) + "\n"
+
+    def roofline_lines(self) -> list[str]:
+        """Forwards against the floor that memory sets."""
+        floor = self.roofline
+        if floor is None:
+            return []
+        return [
+            "",
+            "## Roofline",
+            "",
+            f"{floor.bandwidth / 1e9:.1f} GB/s measured; a forward reads {floor.weight_bytes / 1e6:.0f} MB "
+            f"of weights and {floor.cache_bytes_per_token / 1e3:.1f} kB for every cached token.",
+            "",
+            "| suite | arm | batch | MB a round | floor, ms | forward, ms | share |",
+            "|---|---|---|---|---|---|---|",
+            *(
+                f"| {row.suite} | {row.arm} | {row.batch_size} | {row.bytes_per_round / 1e6:.0f} | "
+                f"{row.floor_ms:.1f} | {row.forward_ms:.1f} | {row.share:.0%} |"
+                for row in floor.rows
+            ),
+        ]
 
     def _difference_lines(self) -> list[str]:
         """Where answers differ from their reference, and by how little."""

@@ -40,6 +40,9 @@ def bench(
     dtype: Annotated[str, Option(help="auto, fp32, bf16 or fp16.")] = "auto",
     device: Annotated[str, Option(help="auto, cpu, cuda or mps.")] = "auto",
     execution: Annotated[str, Option(help="auto, fast or eager.")] = "auto",
+    roofline: Annotated[
+        bool, Option("--roofline", help="Hold forwards against the floor that memory sets.")
+    ] = False,
     temperature: Annotated[float, Option(help="Of the sampling verifier.")] = 1.0,
     seed: Annotated[int, Option(help="Of sampling and of the intervals.")] = 0,
 ) -> None:
@@ -77,7 +80,13 @@ def bench(
     command = shlex.join(["paceline", *sys.argv[1:]])
     with progress_bar() as on_progress:
         report = run_benchmark(
-            options, generator, target=target, out=out, command=command, on_progress=on_progress
+            options,
+            generator,
+            target=target,
+            out=out,
+            command=command,
+            with_roofline=roofline,
+            on_progress=on_progress,
         )
     print_report(report, out)
 
@@ -124,6 +133,8 @@ def print_report(report: BenchmarkReport, out: Path) -> None:
             if (row.suite, row.batch_size) == (suite, batch_size):
                 table.add_row(*table_cells(row))
         console.print(table)
+    for line in report.roofline_lines():
+        console.print(line)
     console.print(
         f"{len(report.differences)} answers differ from their reference; report: {out / 'report.md'}"
     )

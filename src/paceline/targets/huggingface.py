@@ -90,7 +90,10 @@ class HuggingFaceTarget:
         num_kv_heads = {shape.num_heads for shape in shapes.values()}
         if self._uses_packed_attention and len(num_kv_heads) == 1:
             self._num_groups = self.architecture.num_heads // num_kv_heads.pop()
-        self.num_weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        self.num_weight_bytes = sum(_num_bytes(parameter) for parameter in model.parameters())
+        table = self.architecture.embedding.weight
+        # Of an input embedding of its own a forward reads a few rows.
+        self.num_read_bytes = self.num_weight_bytes - (0 if table is weight else _num_bytes(table))
         if execution != "eager" and self._takes_fast_path(execution == "fast", releases_model, progress):
             return
         if check:
@@ -133,6 +136,11 @@ class HuggingFaceTarget:
     def execution(self) -> str:
         """`fast` or `eager`: how forwards are computed."""
         return "eager" if self._fast is None else "fast"
+
+    @property
+    def num_cache_bytes_per_token(self) -> int:
+        """Bytes of keys and values, all layers, that one cached token takes."""
+        return self.kv_cache.num_bytes // (self.kv_cache.num_slots * self.kv_cache.capacity)
 
     @property
     def vocab_size(self) -> int:
@@ -369,6 +377,10 @@ class HuggingFaceTarget:
             moved = next(s for s, used in self._slots.items() if used == last)
             self.kv_cache.move(last, slot, self._cached[moved])
             self._slots[moved] = slot
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _no_weights(*_: Any, **__: Any) -> Any:
