@@ -49,7 +49,10 @@ class DraftTree:
     @cached_property
     def depths(self) -> Tensor:
         """int64 [N + 1]: number of edges between the root and each node."""
-        return self.ancestors.sum(dim=1) - 1
+        depths: list[int] = []
+        for parent in self.parents.tolist():
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return torch.tensor(depths)
 
     @cached_property
     def ancestors(self) -> Tensor:

@@ -1,7 +1,11 @@
-"""Baselines: Hugging Face `generate()` on the very model in memory, plain and with its own prompt lookup."""
+"""Baselines: Hugging Face `generate()` on the very model in memory, plain and with its own prompt lookup.
+
+And on a copy of it in another dtype: which dtype is Hugging Face's faster one depends on the processor.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from types import MappingProxyType
@@ -17,7 +21,16 @@ from paceline.errors import UnsupportedFeatureError
 
 # Name -> settings of GenerationConfig beyond plain greedy decoding.
 BASELINES: Mapping[str, Mapping[str, int]] = MappingProxyType(
-    {"hf_generate": {}, "hf_prompt_lookup": {"prompt_lookup_num_tokens": 10}}
+    {
+        "hf_generate": {},
+        "hf_generate_fp32": {},
+        "hf_generate_bf16": {},
+        "hf_prompt_lookup": {"prompt_lookup_num_tokens": 10},
+    }
+)
+# Baselines that run a copy of the model in a dtype of their own.
+OTHER_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"hf_generate_fp32": torch.float32, "hf_generate_bf16": torch.bfloat16}
 )
 
 
@@ -97,4 +110,10 @@ def baseline_arms(generator: Generator, names: Seq[str]) -> list[Arm]:
             f"{', '.join(names)} on: leave --baseline empty"
         )
     eos = sorted(generator.eos_token_ids)
-    return [HuggingFaceArm(name, model, generator.tokenizer, eos) for name in names]
+    return [HuggingFaceArm(name, _model_for(name, model), generator.tokenizer, eos) for name in names]
+
+
+def _model_for(name: str, model: Any) -> Any:
+    """The model itself, or a copy in the baseline's own dtype."""
+    dtype = OTHER_DTYPES.get(name)
+    return model if dtype in (None, model.dtype) else copy.deepcopy(model).to(dtype)

@@ -33,7 +33,7 @@ class BenchmarkOptions:
         max_new_tokens: most tokens of an answer.
         drafters: registered names; `phrase:FOLDER` for a head of its own.
         verifiers: registered names.
-        baselines: `hf_generate`, `hf_prompt_lookup`, or none.
+        baselines: keys of `baselines.BASELINES`; may be none.
         widths: values of `num_speculative_tokens`.
         batch_sizes: prompts decoded at once.
         head: folder of the head.

@@ -28,6 +28,7 @@ TABLE_COLUMNS = (
     "round ms",
     "width",
     "identical",
+    "as plain",
 )
 
 
@@ -167,6 +168,7 @@ def table_cells(row: ResultRow) -> list[str]:
         _figure(row.round_ms, 1),
         _figure(row.mean_forward_width, 1),
         "" if row.identical_fraction is None else f"{100 * row.identical_fraction:.0f} %",
+        "" if row.identical_to_none is None else f"{100 * row.identical_to_none:.0f} %",
     ]
 
 

@@ -37,6 +37,8 @@ class ResultRow:
         round_ms: milliseconds of a whole round (of the batch).
         mean_forward_width: tree rows of a forward and sequence, root included.
         identical_fraction: share of prompts whose ids equal the reference's.
+        identical_to_none: share of prompts whose ids equal those of this engine without drafting (same
+            verifier): 1 in fp32 and, in any dtype, on the fast path.
     """
 
     suite: str
@@ -56,6 +58,7 @@ class ResultRow:
     round_ms: float | None
     mean_forward_width: float | None
     identical_fraction: float | None
+    identical_to_none: float | None = None
 
     def as_dict(self) -> Mapping[str, object]:
         """Ready for JSON: intervals become objects."""
@@ -114,6 +117,7 @@ def _row(
         others = measured[str(base)]
         return bootstrap.speed_up(tokens, seconds, _tokens(others), _seconds(others))
 
+    plain = next((a for a in arms if a.drafter == PLAIN and a.verifier == arm.verifier), None)
     return ResultRow(
         suite=own[0].key.suite,
         drafter=arm.drafter,
@@ -125,15 +129,14 @@ def _row(
         num_output_tokens=sum(record.num_tokens for record in own),
         tokens_per_second=bootstrap.ratio(tokens, seconds),
         speedup_vs_hf_generate=speed_up(next((a for a in arms if a.drafter == REFERENCE), None)),
-        speedup_vs_none=speed_up(
-            next((a for a in arms if a.drafter == PLAIN and a.verifier == arm.verifier), None)
-        ),
+        speedup_vs_none=speed_up(plain),
         mean_acceptance_length=bootstrap.ratio(tokens, rounds) if counted else None,
         accepted_per_round=bootstrap.ratio(accepted, rounds) if counted else None,
         draft_ms_per_round=_per_round(counted, [s.draft_seconds for s in counted], 1000),
         round_ms=_per_round(counted, [_round_seconds(s) for s in counted], 1000),
         mean_forward_width=_per_round(counted, [s.mean_forward_width * s.num_rounds for s in counted], 1),
         identical_fraction=_identical_fraction(own, measured, reference_arm(arm, arms)),
+        identical_to_none=_identical_fraction(own, measured, plain) if arm.drafter != REFERENCE else None,
     )
 
 

@@ -30,7 +30,9 @@ def bench(
         "none,prompt_lookup,phrase"
     ),
     verifiers: Annotated[str, Option(help="greedy, sampling.")] = "greedy",
-    baseline: Annotated[str, Option(help="hf_generate, hf_prompt_lookup, or an empty text.")] = "hf_generate",
+    baseline: Annotated[
+        str, Option(help="hf_generate, hf_generate_fp32, hf_generate_bf16, hf_prompt_lookup; may be empty.")
+    ] = "hf_generate",
     num_speculative_tokens: Annotated[
         str, Option(help="Most drafted nodes a round, or auto; several by commas.")
     ] = AUTO_WIDTH,

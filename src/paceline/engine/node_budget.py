@@ -32,6 +32,8 @@ from paceline.tree import DraftTree
 MAX_NODES = 64
 """Most nodes that a drafter is asked for under the adaptive budget."""
 MAX_DEPTH = 32
+LENGTH_STEP = 64
+"""Cached tokens after which costs are read off anew."""
 DECAY = 0.98
 """Of what is remembered about acceptance, per drafted round."""
 PRIOR = 2.0
@@ -115,6 +117,8 @@ class AdaptiveBudget:
         self._last_pause = FIRST_PAUSE // 2
         self._num_timed = 0
         self._has_drafts = False
+        self._table = torch.zeros(0, dtype=torch.float64)
+        self._table_len = -1
 
     def allot(self, num_sequences: int) -> int:  # noqa: ARG002
         """All nodes, or none while drafting pauses."""
@@ -132,8 +136,10 @@ class AdaptiveBudget:
         if not self._has_drafts:
             return corrected
         gains = _gains_by_level(corrected) if self._pads else _gains(corrected)
-        rows = torch.arange(len(gains)) * (num_sequences if self._pads else 1) + num_sequences
-        rates = (gains + num_sequences) / (self._cost.seconds(rows, cached_len) + self._draft_seconds)
+        step = num_sequences if self._pads else 1
+        most_rows = num_sequences + step * (len(gains) - 1)
+        seconds = self._seconds(most_rows, cached_len)[num_sequences : most_rows + 1 : step]
+        rates = (gains + num_sequences) / (seconds + self._draft_seconds)
         best = int(rates.argmax())
         # Drafting is paid for by now; whether to draft next time is another question.
         self._plan(float(rates[best]), num_sequences, cached_len)
@@ -159,6 +165,14 @@ class AdaptiveBudget:
                 self._claimed.index_add_(0, levels, claimed)
                 self._accepted[: len(result.accepted_ids)] += 1.0
 
+    def _seconds(self, num_rows: int, cached_len: float) -> Tensor:
+        """float64: cost of forwards of 0, 1, ... at least `num_rows` rows, for lengths rounded down."""
+        length = int(cached_len) // LENGTH_STEP * LENGTH_STEP
+        if length != self._table_len or len(self._table) <= num_rows:
+            self._table = self._cost.seconds(torch.arange(max(num_rows, self.max_nodes) + 1), length)
+            self._table_len = length
+        return self._table
+
     def _factors(self) -> Tensor:
         """float64 [MAX_DEPTH]: accepted over claimed, never rising with depth, so that trees stay trees."""
         return (self._accepted / self._claimed).cummin(0).values
@@ -173,7 +187,7 @@ class AdaptiveBudget:
 
     def _plan(self, drafting_rate: float, num_sequences: int, cached_len: float) -> None:
         """Pause drafting while plain steps are expected to be faster, each time twice as long."""
-        plain_rate = num_sequences / float(self._cost.seconds(torch.tensor([num_sequences]), cached_len)[0])
+        plain_rate = num_sequences / float(self._seconds(num_sequences, cached_len)[num_sequences])
         if drafting_rate >= plain_rate:
             self._last_pause = FIRST_PAUSE // 2
             return

@@ -99,6 +99,7 @@ class Forward(Structure):
     _fields_: ClassVar = [
         ("rows", Rows),
         ("num_features", c_int32),
+        ("num_positions", c_int32),
         ("residual", c_void_p),
         ("cosines", c_void_p),
         ("sines", c_void_p),

@@ -41,8 +41,9 @@ struct Model {
 struct Forward {
   Rows rows;
   int32_t num_features;
+  int32_t num_positions;  // Rows of each table of cosines and sines.
   float* residual;     // [rows, hidden_size]: embeddings, overwritten.
-  const float* cosines;  // [tables, rows, rotary_dim / 2]
+  const float* cosines;  // [tables, num_positions, rotary_dim / 2]
   const float* sines;
   void* const* keys;     // Per layer: [slots, kv heads, capacity, head_dim].
   void* const* values;
@@ -261,7 +262,7 @@ class Decoder {
         normalise(Norm{layer.key_norm, nullptr}, RMS_NORM, model_.norm_eps, keys + at, span_k, keys + at);
     if (layer.rope >= 0) {
       const int half = model_.rotary_dim / 2;
-      const size_t at = (size_t(layer.rope) * call.rows.num_rows + row) * half;
+      const size_t at = (size_t(layer.rope) * call.num_positions + call.rows.position[row]) * half;
       for (int head = 0; head < num_heads + num_kv; head++)
         rotate(queries + head * dim, call.cosines + at, call.sines + at, half);
     }

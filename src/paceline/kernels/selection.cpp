@@ -1,32 +1,38 @@
 // The largest logit of each row. torch's argmax walks bf16 one number at a time on a CPU.
+#include <algorithm>
+
 #include "simd.hpp"
 
 namespace paceline {
 
-// Two passes: the largest value in vectors, then the first place where it stands, so that equal logits are
-// settled by the lowest id.
+// Every lane remembers the first place of its largest value; of lanes with equal values the lowest place wins, so
+// that equal logits are settled by the lowest id.
 template <class T>
 int64_t argmax(const T* row, int64_t size) {
   const int64_t whole = size / LANES * LANES;
   v16f best = splat(-INFINITY);
-  for (int64_t i = 0; i < whole; i += LANES) best = maximum(load(row + i), best);
-  float most = maximum(best);
-  auto at = [&](int64_t i) {
-    if constexpr (sizeof(T) == 2) return widen(row[i]);
-    else return row[i];
-  };
-  for (int64_t i = whole; i < size; i++) most = at(i) > most ? at(i) : most;
+  v16i at = {};
   for (int64_t i = 0; i < whole; i += LANES) {
-    const v16i hits = load(row + i) == most;
-    int32_t any = 0;
-    for (int lane = 0; lane < LANES; lane++) any |= hits[lane];
-    if (!any) continue;
-    for (int lane = 0; lane < LANES; lane++)
-      if (hits[lane]) return i + lane;
+    const v16f values = load(row + i);
+    const v16i is_better = values > best;
+    best = is_better ? values : best;
+    at = is_better ? v16i{} + int32_t(i) : at;
   }
-  for (int64_t i = whole; i < size; i++)
-    if (at(i) == most) return i;
-  return 0;
+  float most = -INFINITY;
+  int64_t place = 0;
+  if (whole) {
+    most = maximum(best);
+    place = size;
+    for (int lane = 0; lane < LANES; lane++)
+      if (best[lane] == most) place = std::min(place, int64_t(at[lane]) + lane);
+  }
+  for (int64_t i = whole; i < size; i++) {
+    float value;
+    if constexpr (sizeof(T) == 2) value = widen(row[i]);
+    else value = row[i];
+    if (value > most) most = value, place = i;
+  }
+  return place;
 }
 
 }  // namespace paceline

@@ -1,8 +1,9 @@
 // Attention with AMX tiles, for bf16: the same rows and the same sums as attention.hpp describes, 32 positions and
 // up to 16 queries at a time.
 //
-// Scores come out transposed, [positions][queries], so the softmax runs down the lanes without sums across them.
-// Blocks start at multiples of 32 positions of the text: a row gets the same bits wherever its ancestors lie.
+// Keys are the left operand as they lie in the cache, so scores come out as [positions][queries] and are turned once;
+// a softmax then runs over the positions of one query. Blocks start at multiples of 32 positions of the text: a row
+// gets the same bits wherever its ancestors lie.
 #pragma once
 #include <vector>
 
@@ -60,22 +61,26 @@ class TileAttention {
     const int group = shape.num_heads / shape.num_kv_heads, dim = shape.head_dim;
     load_queries(queries + size_t(first) * query_stride + kv_head * group * dim, query_stride, last - first,
                  group, dim);
-    find_blocks(rows, first, last, group, window);
+    find_blocks(rows, first, last, window);
     prepare(dim);
-    for (size_t block = 0; block < blocks_.size(); block++) score(rows, block, keys, dim);
-    const v16f total = softmax(shape);
-    add_values(rows, values, dim);
+    for (size_t block = 0; block < blocks_.size(); block++) score(block, keys, dim);
+    float totals[LANES];
+    std::memset(weights_.data(), 0, weights_.size() * sizeof(Line));
+    for (int q = 0; q < (last - first) * group; q++)
+      totals[q] = softmax(shape, q, first + q / group, seen_from_[q / group], rows.position[first + q / group]);
+    add_values(values, dim);
     for (int q = 0; q < (last - first) * group; q++) {
       bf16* to = out + size_t(first + q / group) * out_stride + (kv_head * group + q % group) * dim;
-      const float factor = 1.0f / total[q];
+      const float factor = 1.0f / totals[q];
       for (int d = 0; d < dim; d += LANES) store(to + d, load(sums_.data() + q * dim + d) * factor);
     }
   }
 
  private:
-  // 32 positions from `base` on: of all rows where row is -1, else of one row, whose lanes alone count.
+  // 32 positions of the text from `base` on, as all rows see them (row -1) or one row does.
   struct Block {
-    int base, row, first_lane, last_lane;
+    int base, row;
+    int32_t places[BLOCK];  // Where they lie in the cache; for one row only.
   };
 
   // Queries become columns: [dim / 32] tiles of [16 pairs of dims][16 queries].
@@ -94,25 +99,22 @@ class TileAttention {
     }
   }
 
-  void find_blocks(const Rows& rows, int first, int last, int group, int window) {
+  void find_blocks(const Rows& rows, int first, int last, int window) {
     int low = rows.position[first], shared = rows.num_shared[first];
-    first_seen_ = last_seen_ = v16i{} - 1;
     for (int row = first; row < last; row++) {
-      const int seen = window > 0 ? std::max(0, rows.position[row] + 1 - window) : 0;
-      low = std::min(low, seen);
+      seen_from_[row - first] = window > 0 ? std::max(0, rows.position[row] + 1 - window) : 0;
+      low = std::min(low, seen_from_[row - first]);
       shared = std::min(shared, rows.num_shared[row]);
-      for (int lane = (row - first) * group; lane < (row - first + 1) * group; lane++) {
-        first_seen_[lane] = seen;
-        last_seen_[lane] = rows.position[row];
-      }
     }
     low = low / BLOCK * BLOCK;
     shared = std::max(shared / BLOCK * BLOCK, low);
     blocks_.clear();
-    for (int base = low; base < shared; base += BLOCK) blocks_.push_back({base, -1, 0, LANES - 1});
+    for (int base = low; base < shared; base += BLOCK) blocks_.push_back({base, -1, {}});
     for (int row = first; row < last; row++)
-      for (int base = shared; base <= rows.position[row]; base += BLOCK)
-        blocks_.push_back({base, row, (row - first) * group, (row - first + 1) * group - 1});
+      for (int base = shared; base <= rows.position[row]; base += BLOCK) {
+        blocks_.push_back({base, row, {}});
+        for (int i = 0; i < BLOCK; i++) blocks_.back().places[i] = place(rows, row, base + i);
+      }
   }
 
   void prepare(int dim) {
@@ -123,19 +125,19 @@ class TileAttention {
     value_tiles_.resize(size_t(dim / LANES) * LANES);
   }
 
-  static int where(const Rows& rows, const Block& block, int i) {
-    const int j = std::min(block.base + i, rows.position[block.row]);
-    return j < rows.num_shared[block.row]
-               ? j
-               : rows.tail[rows.tail_start[block.row] + j - rows.num_shared[block.row]];
+  // Positions behind the row's own count for nothing; they read its own place.
+  static int place(const Rows& rows, int row, int position) {
+    const int j = std::min(position, rows.position[row]);
+    return j < rows.num_shared[row] ? j : rows.tail[rows.tail_start[row] + j - rows.num_shared[row]];
   }
 
-  void score(const Rows& rows, size_t number, const bf16* keys, int dim) {
+  // One block of scores as [queries][positions].
+  void score(size_t number, const bf16* keys, int dim) {
     const Block& block = blocks_[number];
     const bf16* from = keys + size_t(block.base) * dim;
     if (block.row >= 0) {
       for (int i = 0; i < BLOCK; i++)
-        std::memcpy(gathered_.data() + i * dim, keys + size_t(where(rows, block, i)) * dim, dim * 2);
+        std::memcpy(gathered_.data() + i * dim, keys + size_t(block.places[i]) * dim, dim * 2);
       from = gathered_.data();
     }
     _tile_zero(0);
@@ -147,49 +149,53 @@ class TileAttention {
       _tile_dpbf16ps(0, 4, 6);
       _tile_dpbf16ps(1, 5, 6);
     }
+    __m512i raw[BLOCK], turned[LANES];
+    _tile_stored(0, raw, 64);
+    _tile_stored(1, raw + LANES, 64);
     float* to = scores_.data() + number * BLOCK * LANES;
-    _tile_stored(0, to, 64);
-    _tile_stored(1, to + LANES * LANES, 64);
+    for (int half = 0; half < 2; half++) {
+      transpose(raw + half * LANES, turned);
+      for (int q = 0; q < LANES; q++) _mm512_storeu_si512(to + q * BLOCK + half * LANES, turned[q]);
+    }
   }
 
-  // Scores become weights, one tile [16 queries][16 pairs of positions] per block; returns their sums.
-  v16f softmax(const AttentionShape& shape) {
+  // Scores of one query over the positions [first, last] become weights, line `q` of every block's tile; returns their
+  // sum.
+  float softmax(const AttentionShape& shape, int q, int row, int first, int last) {
     const v16i lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const v16f lowest = splat(-3.0e38f);
     v16f most = lowest;
-    float* at = scores_.data();
-    for (const Block& block : blocks_) {
-      const v16i is_in = (lanes >= block.first_lane) & (lanes <= block.last_lane);
-      for (int i = 0; i < BLOCK; i++, at += LANES) {
-        v16f s = load(at) * shape.scale;
+    for (size_t number = 0; number < blocks_.size(); number++) {
+      if (blocks_[number].row >= 0 && blocks_[number].row != row) continue;
+      float* at = scores_.data() + number * BLOCK * LANES + q * BLOCK;
+      for (int half = 0; half < BLOCK; half += LANES) {
+        v16f s = load(at + half) * shape.scale;
         if (shape.soft_cap > 0) s = hyperbolic_tangent(s / shape.soft_cap) * shape.soft_cap;
-        const int j = block.base + i;
-        s = is_in & (first_seen_ <= j) & (last_seen_ >= j) ? s : lowest;
-        store(at, s);
+        const v16i position = lanes + (blocks_[number].base + half);
+        s = (position >= first) & (position <= last) ? s : lowest;
+        store(at + half, s);
         most = maximum(most, s);
       }
     }
+    const float highest = maximum(most);
     v16f total = {};
-    at = scores_.data();
     for (size_t number = 0; number < blocks_.size(); number++) {
-      __m512i pairs[LANES];
-      for (int i = 0; i < LANES; i++) {
-        __m256i halves[2];
-        for (int odd = 0; odd < 2; odd++, at += LANES) {
-          const v16f s = load(at);
-          const v16f weight = s > lowest ? exponential(s - most) : v16f{};
-          total += weight;
-          store(reinterpret_cast<bf16*>(&halves[odd]), weight);
-        }
-        pairs[i] = pair_up(halves[0], halves[1]);
+      if (blocks_[number].row >= 0 && blocks_[number].row != row) continue;
+      const float* at = scores_.data() + number * BLOCK * LANES + q * BLOCK;
+      v16f halves[2];
+      for (int half = 0; half < 2; half++) {
+        const v16f s = load(at + half * LANES);
+        halves[half] = s > lowest ? exponential(s - highest) : v16f{};
+        total += halves[half];
       }
-      transpose(pairs, reinterpret_cast<__m512i*>(weights_.data() + number * LANES));
+      const __m512bh narrowed = _mm512_cvtne2ps_pbh((__m512)halves[1], (__m512)halves[0]);
+      std::memcpy(&weights_[number * LANES + q], &narrowed, 64);
     }
-    return total;
+    return sum(total);
   }
 
   // sums[q] = sum over positions of weight * value.
-  void add_values(const Rows& rows, const bf16* values, int dim) {
+  void add_values(const bf16* values, int dim) {
     for (int column = 0; column < dim; column += 4 * LANES) {
       const int tiles = std::min(4, (dim - column) / LANES);
       _tile_zero(0);
@@ -202,8 +208,8 @@ class TileAttention {
         for (int i = 0; i < LANES; i++) {
           const bf16 *even = from + size_t(2 * i) * dim, *odd = even + dim;
           if (block.row >= 0) {
-            even = values + size_t(where(rows, block, 2 * i)) * dim + column;
-            odd = values + size_t(where(rows, block, 2 * i + 1)) * dim + column;
+            even = values + size_t(block.places[2 * i]) * dim + column;
+            odd = values + size_t(block.places[2 * i + 1]) * dim + column;
           }
           for (int tile = 0; tile < tiles; tile++)
             _mm512_store_si512(&value_tiles_[tile * LANES + i],
@@ -238,7 +244,7 @@ class TileAttention {
     uint32_t words[LANES];
   };
   std::vector<Block> blocks_;
-  v16i first_seen_, last_seen_;
+  int seen_from_[LANES];
   std::vector<Line> query_tiles_, weights_, value_tiles_;
   std::vector<float> scores_, sums_;
   std::vector<bf16> gathered_;

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,10 +24,12 @@ from paceline.kernels.build import load_kernels
 from paceline.kernels.packing import interleave, pack_bias, pack_weight
 from paceline.kv_cache import KVCache
 from paceline.sequence import Segment
-from paceline.targets.architecture import Architecture
+from paceline.targets.architecture import UNLIMITED_CONTEXT, Architecture
 from paceline.targets.decoder_plan import LinearPlan, NormPlan, read_plan
+from paceline.tree import DraftTree
 
 ALIGNMENT = 16
+MIN_POSITIONS = 1024
 _DTYPES = {torch.float32: abi.FP32, torch.bfloat16: abi.BF16}
 _ACTIVATIONS = {
     "silu": abi.SILU,
@@ -72,6 +76,7 @@ class FastDecoder:
         self._hidden_size = int(weight.shape[1])
         self._kept: list[Tensor] = []
         self._releases = releases
+        self._rotary_table: RotaryTable | None = None
         self._layers = (abi.Layer * len(self._plan.layers))()
         self._fill_layers()
         # Others ask the output layer for its shape, and where it is tied it is the input embedding too.
@@ -156,22 +161,32 @@ class FastDecoder:
             is_gated=plan.is_gated,
             is_parallel=plan.is_parallel,
             norms_whole_qk=norms_whole,
-            rotary_dim=self._rotary(torch.zeros(1, dtype=torch.int64))[0].shape[-1] * 2,
+            rotary_dim=self._rotary(1).cosines.shape[-1] * 2,
             norm_eps=plan.norm_eps,
         )
 
-    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the model's own rotary module: 2 x fp32 [tables, N, rotary_dim / 2]."""
+    def _rotary(self, num_positions: int) -> RotaryTable:
+        """Cosines and sines of the model's own rotary module for positions 0 to at least `num_positions` - 1.
+
+        They depend on the position alone: models whose frequencies change with the length of the text end
+        where that would begin (`architecture.py`). So they are computed once, in steps that double.
+        """
+        if self._rotary_table is not None and num_positions <= self._rotary_table.num_positions:
+            return self._rotary_table
         plan = self._plan
         if plan.rotary is None:
-            return torch.zeros(1, 1, 0), torch.zeros(1, 1, 0)
+            self._rotary_table = RotaryTable(torch.zeros(1, 1, 0), torch.zeros(1, 1, 0), UNLIMITED_CONTEXT)
+            return self._rotary_table
+        known = 0 if self._rotary_table is None else self._rotary_table.num_positions
+        positions = torch.arange(max(2 * known, num_positions, MIN_POSITIONS))
         like = torch.empty(0, dtype=self._dtype)
         kinds: Seq[tuple[str, ...]] = [(kind,) for kind in plan.layer_types] if plan.rotary_by_type else [()]
         tables = [plan.rotary(like, positions[None], *kind) for kind in kinds]
         half = tables[0][0].shape[-1] // 2
         cosines = torch.cat([cosine[..., :half] for cosine, _ in tables]).float().contiguous()
         sines = torch.cat([sine[..., :half] for _, sine in tables]).float().contiguous()
-        return cosines, sines
+        self._rotary_table = RotaryTable(cosines, sines, len(positions))
+        return self._rotary_table
 
     def forward(
         self,
@@ -196,13 +211,12 @@ class FastDecoder:
             Hidden states [N, D] after the final norm, and layer -> [N, D].
         """
         rows = RowTable(segments, slots, starts)
-        num_rows = rows.num_rows
-        residual = embed(rows.token_ids).float()
+        residual = embed(torch.tensor(rows.token_ids)).float()
         if self._plan.learned_positions is not None:
-            residual = residual + self._plan.learned_positions(rows.positions)
+            residual = residual + self._plan.learned_positions(torch.tensor(rows.positions))
         residual = residual.contiguous()
-        cosines, sines = self._rotary(rows.positions)
-        hidden = torch.empty(num_rows, self._hidden_size, dtype=self._dtype)
+        rotary = self._rotary(max(rows.positions) + 1)
+        hidden = torch.empty(len(rows), self._hidden_size, dtype=self._dtype)
         captured = {layer: torch.empty_like(hidden) for layer in features}
         layers = (ctypes.c_int32 * len(captured))(*captured)
         outputs = (ctypes.c_void_p * len(captured))(*[states.data_ptr() for states in captured.values()])
@@ -210,9 +224,10 @@ class FastDecoder:
         call = abi.Forward(
             rows=rows.as_struct(),
             num_features=len(captured),
+            num_positions=rotary.num_positions,
             residual=residual.data_ptr(),
-            cosines=cosines.data_ptr(),
-            sines=sines.data_ptr(),
+            cosines=rotary.cosines.data_ptr(),
+            sines=rotary.sines.data_ptr(),
             keys=ctypes.cast(addresses.keys, ctypes.c_void_p),
             values=ctypes.cast(addresses.values, ctypes.c_void_p),
             slot_stride=addresses.slot_stride,
@@ -238,39 +253,69 @@ class FastDecoder:
         return out.view(*hidden.shape[:-1], self._num_logits)
 
 
+@dataclass(frozen=True, slots=True)
+class RotaryTable:
+    """Cosines and sines by position.
+
+    Attributes:
+        cosines: fp32 [tables, num_positions, rotary_dim / 2].
+        sines: likewise.
+        num_positions: positions that it holds.
+    """
+
+    cosines: Tensor
+    sines: Tensor
+    num_positions: int
+
+
 class RowTable:
-    """Tokens, places and sight of every row of a forward (see attention.hpp)."""
+    """Tokens, places and sight of every row of a forward (see attention.hpp).
+
+    Plain lists: a round has a few dozen rows, for which tensor operations cost more than they compute.
+    """
 
     def __init__(self, segments: Seq[Segment], slots: Seq[int], starts: Seq[int]) -> None:
-        token_ids, positions, writes, shared, tails, tail_lens = [], [], [], [], [], []
-        for segment, start in zip(segments, starts, strict=True):
-            num_prefix = len(segment.prefix_ids)
-            root = start + num_prefix
-            if num_prefix:
-                places = torch.arange(start, root)
-                token_ids.append(torch.tensor(segment.prefix_ids, dtype=torch.int64))
-                positions.append(places)
-                shared.append(places + 1)
-                tail_lens.append(torch.zeros(num_prefix, dtype=torch.int64))
+        self.token_ids: list[int] = []
+        self.positions: list[int] = []
+        self._slots: list[int] = []
+        self._writes: list[int] = []
+        self._num_shared: list[int] = []
+        self._tail_starts = [0]
+        self._tail: list[int] = []
+        for segment, slot, start in zip(segments, slots, starts, strict=True):
+            root = start + len(segment.prefix_ids)
+            self._slots += [slot] * len(segment)
+            self._writes += range(start, start + len(segment))
+            self._add_prefix(segment.prefix_ids, start)
             if segment.tree is not None:
-                tree = segment.tree
-                token_ids.append(tree.token_ids)
-                positions.append(tree.depths + root)
-                shared.append(torch.full((len(tree),), root))
-                # Breadth-first order: the columns of a row's ancestors ascend with their depth.
-                tails.append(tree.ancestors.nonzero()[:, 1] + root)
-                tail_lens.append(tree.depths + 1)
-            writes.append(torch.arange(start, start + len(segment)))
-        lengths = torch.tensor([len(segment) for segment in segments])
-        self.token_ids = torch.cat(token_ids)
-        self.positions = torch.cat(positions)
-        self.num_rows = len(self.token_ids)
-        ends = torch.cat([torch.zeros(1, dtype=torch.int64), *tail_lens]).cumsum(0)
-        slot_of_row = torch.tensor(list(slots)).repeat_interleave(lengths)
-        columns = (slot_of_row, torch.cat(writes), self.positions, torch.cat(shared), ends)
-        tail = torch.cat(tails) if tails else torch.zeros(1, dtype=torch.int64)
-        self._arrays = [column.to(torch.int32).contiguous() for column in (*columns, tail)]
+                self._add_tree(segment.tree, root)
+        columns = (self._slots, self._writes, self.positions, self._num_shared, self._tail_starts, self._tail)
+        self._arrays = [array("i", column) for column in columns]
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self.token_ids)
+
+    def _add_prefix(self, token_ids: Seq[int], start: int) -> None:
+        """Committed tokens: each sees everything up to itself, and all of that lies in order."""
+        end = start + len(token_ids)
+        self.token_ids += token_ids
+        self.positions += range(start, end)
+        self._num_shared += range(start + 1, end + 1)
+        self._tail_starts += [self._tail_starts[-1]] * len(token_ids)
+
+    def _add_tree(self, tree: DraftTree, root: int) -> None:
+        """Tree nodes: each sees what lies before the root, its ancestors from there down, and itself."""
+        paths: list[list[int]] = []
+        for node, parent in enumerate(tree.parents.tolist()):
+            path = [root] if parent < 0 else [*paths[parent], root + node]
+            paths.append(path)
+            self.positions.append(root + len(path) - 1)
+            self._tail += path
+            self._tail_starts.append(len(self._tail))
+        self.token_ids += tree.token_ids.tolist()
+        self._num_shared += [root] * len(paths)
 
     def as_struct(self) -> abi.Rows:
         """For the kernels; valid as long as this table lives."""
-        return abi.Rows(self.num_rows, *[array.data_ptr() for array in self._arrays])
+        return abi.Rows(len(self), *[column.buffer_info()[0] for column in self._arrays])

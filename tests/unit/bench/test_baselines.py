@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from paceline.bench.baselines import HuggingFaceArm, baseline_arms
 from paceline.errors import ConfigError, UnsupportedFeatureError
@@ -63,3 +64,14 @@ def test_baselines_share_the_generators_model(generator_of):
     generator = generator_of()
     [arm] = baseline_arms(generator, ["hf_generate"])
     assert arm._model is generator.target.model
+
+
+def test_a_baseline_of_another_dtype_runs_a_copy(generator_of):
+    """The shared model keeps its dtype; the arm's own dtype needs no copy."""
+    generator = generator_of()
+    arms = baseline_arms(generator, ["hf_generate", "hf_generate_fp32", "hf_generate_bf16"])
+    same, fp32, bf16 = [arm._model for arm in arms]
+    assert same is fp32 is generator.target.model
+    assert (same.dtype, bf16.dtype) == (torch.float32, torch.bfloat16)
+    assert len(bf16.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, pad_token_id=0)[0]) == 5
+    assert [str(arm.name) for arm in arms][2] == "hf_generate_bf16/greedy"

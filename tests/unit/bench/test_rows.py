@@ -71,6 +71,12 @@ def test_identical_fraction_counts_prompts_with_the_references_ids(rows):
     assert rows["hf_generate"].identical_fraction is None
 
 
+def test_answers_are_compared_with_plain_decoding_as_well(rows):
+    assert rows["none"].identical_to_none == 1.0
+    assert rows["phrase"].identical_to_none == 0.5
+    assert rows["hf_generate"].identical_to_none is None
+
+
 def test_a_prompt_counts_as_identical_only_if_all_its_turns_are():
     def two_turns(arm, last):
         turns = tuple(TurnRecord("p", turn, (5,), (7, last if turn else 8), None) for turn in range(2))
