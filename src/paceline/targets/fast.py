@@ -22,6 +22,7 @@ from paceline.errors import UnsupportedFeatureError
 from paceline.kernels import abi
 from paceline.kernels.build import load_kernels
 from paceline.kernels.packing import interleave, pack_bias, pack_weight
+from paceline.kernels.pages import drop_pages
 from paceline.kv_cache import KVCache
 from paceline.sequence import Segment
 from paceline.targets.architecture import UNLIMITED_CONTEXT, Architecture
@@ -113,6 +114,7 @@ class FastDecoder:
         packed = pack_weight(weight)
         if self._releases:
             for owner in plan.owners:
+                drop_pages(owner.data)
                 owner.data = owner.data.new_empty(0)
         num_out, num_in = weight.shape
         return abi.Linear(self._keep(packed), self._keep(pack_bias(bias)), num_in, num_out)

@@ -1,0 +1,36 @@
+"""Give memory back to the system before the last reference to it is gone.
+
+Weights read from safetensors are views of one mapping of the file, which stays as long as any of them does.
+The pages of a single weight can be given back all the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+
+from torch import Tensor
+
+_MADV_DONTNEED = 4
+
+
+def drop_pages(tensor: Tensor) -> int:
+    """Forget the content of a tensor that nobody reads any more; its pages leave this process.
+
+    Args:
+        tensor: contiguous, on the CPU. What it holds afterwards is undefined.
+
+    Returns:
+        Bytes given back: whole pages inside the tensor, on Linux; 0 elsewhere.
+    """
+    if not sys.platform.startswith("linux") or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return 0
+    page = mmap.PAGESIZE
+    start = -(-tensor.data_ptr() // page) * page
+    end = (tensor.data_ptr() + tensor.numel() * tensor.element_size()) // page * page
+    if end <= start:
+        return 0
+    libc = ctypes.CDLL(None, use_errno=True)
+    failed = libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), ctypes.c_int(_MADV_DONTNEED))
+    return 0 if failed else end - start
