@@ -6,9 +6,10 @@ so many rows takes here. Taking the k most valuable nodes of all trees in a roun
 the length and the width of drafts, divides them among the sequences of a batch, and drafts less as the batch
 grows.
 
-Values are what the drafter believes. They are corrected by what was accepted, per depth, and when plain steps
-are expected to be faster than drafting even so, nothing is drafted: only every now and then, to find the way
-back.
+Values are what the drafter believes. They are corrected by what was accepted, per depth. When plain steps are
+expected to be faster than the last drafted rounds even so, the drafter is not asked for a while; then it gets a
+few rounds to show that things have changed. (Not after a single poor round: a drafter that copies has nothing
+to offer most of the time, and much in between.)
 
 Read `AdaptiveBudget.prune`.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -38,7 +40,11 @@ DECAY = 0.98
 """Of what is remembered about acceptance, per drafted round."""
 PRIOR = 2.0
 """Nodes' worth of trust in the drafter's own values before anything was seen."""
-FIRST_PAUSE, LONGEST_PAUSE = 4, 256
+PROBE_ROUNDS = 4
+"""Drafted rounds by which it is judged whether drafting pays."""
+WINDOW_DECAY = 0.95
+"""Of those rounds' weight, per further round."""
+FIRST_PAUSE, LONGEST_PAUSE = 8, 256
 """Plain rounds between two probes, doubled while drafting does not pay."""
 
 
@@ -114,15 +120,19 @@ class AdaptiveBudget:
         self._accepted = torch.full((MAX_DEPTH,), PRIOR, dtype=torch.float64)
         self._draft_seconds = 0.0
         self._pause = 0
-        self._last_pause = FIRST_PAUSE // 2
+        self._next_pause = FIRST_PAUSE
         self._num_timed = 0
-        self._has_drafts = False
+        self._has_drafts = self._is_asked = False
+        # Expected tokens and seconds of the newest drafted rounds, and those of the round in flight.
+        self._window = _Window()
+        self._expected, self._forward_seconds, self._plain_rate = 0.0, 0.0, 0.0
         self._table = torch.zeros(0, dtype=torch.float64)
         self._table_len = -1
 
     def allot(self, num_sequences: int) -> int:  # noqa: ARG002
         """All nodes, or none while drafting pauses."""
         self._has_drafts = False
+        self._is_asked = self._pause == 0
         if self._pause > 0:
             self._pause -= 1
             return 0
@@ -133,6 +143,9 @@ class AdaptiveBudget:
         num_sequences = len(trees)
         corrected = [self._corrected(tree) for tree in trees]
         self._has_drafts = any(tree.num_draft_tokens for tree in trees)
+        plain = float(self._seconds(num_sequences, cached_len)[num_sequences])
+        self._plain_rate = num_sequences / plain
+        self._expected, self._forward_seconds = float(num_sequences), plain
         if not self._has_drafts:
             return corrected
         gains = _gains_by_level(corrected) if self._pads else _gains(corrected)
@@ -141,8 +154,8 @@ class AdaptiveBudget:
         seconds = self._seconds(most_rows, cached_len)[num_sequences : most_rows + 1 : step]
         rates = (gains + num_sequences) / (seconds + self._draft_seconds)
         best = int(rates.argmax())
-        # Drafting is paid for by now; whether to draft next time is another question.
-        self._plan(float(rates[best]), num_sequences, cached_len)
+        # Drafting is paid for by now; whether to draft next time is decided when the round is over.
+        self._expected, self._forward_seconds = num_sequences + float(gains[best]), float(seconds[best])
         return [tree.take(best) for tree in corrected] if self._pads else _share(corrected, best)
 
     def observe(self, trees: Seq[DraftTree], results: Seq[VerifyResult], timing: RoundTiming) -> None:
@@ -153,6 +166,8 @@ class AdaptiveBudget:
             self._num_timed += 1
             weight = max(0.1, 1.0 / self._num_timed)
             self._draft_seconds += weight * (timing.draft_seconds - self._draft_seconds)
+        if self._is_asked:
+            self._judge(timing.draft_seconds)
         if not num_drafted:
             return
         self._claimed = PRIOR + DECAY * (self._claimed - PRIOR)
@@ -185,14 +200,35 @@ class AdaptiveBudget:
         values.clamp_(max=1.0)
         return DraftTree(tree.token_ids, tree.parents, values)
 
-    def _plan(self, drafting_rate: float, num_sequences: int, cached_len: float) -> None:
-        """Pause drafting while plain steps are expected to be faster, each time twice as long."""
-        plain_rate = num_sequences / float(self._seconds(num_sequences, cached_len)[num_sequences])
-        if drafting_rate >= plain_rate:
-            self._last_pause = FIRST_PAUSE // 2
+    def _judge(self, draft_seconds: float) -> None:
+        """Pause drafting when plain steps are expected to be faster than the newest drafted rounds."""
+        self._window.add(self._expected, self._forward_seconds + draft_seconds)
+        if self._window.num_rounds < PROBE_ROUNDS:
             return
-        self._last_pause = min(2 * self._last_pause, LONGEST_PAUSE)
-        self._pause = self._last_pause
+        if self._window.rate >= self._plain_rate:
+            self._next_pause = FIRST_PAUSE
+            return
+        self._pause = self._next_pause
+        self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
+        self._window = _Window()
+
+
+@dataclass(slots=True)
+class _Window:
+    """Tokens and seconds of the newest rounds, older ones fading."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    num_rounds: int = 0
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+    def add(self, tokens: float, seconds: float) -> None:
+        self.tokens = WINDOW_DECAY * self.tokens + tokens
+        self.seconds = WINDOW_DECAY * self.seconds + seconds
+        self.num_rounds += 1
 
 
 def _gains(trees: Seq[DraftTree]) -> Tensor:

@@ -110,6 +110,20 @@ def test_a_boasting_drafter_is_believed_less_and_less_and_then_paused():
     assert budget._draft_seconds == pytest.approx(0.003), "plain rounds say nothing of drafting"
 
 
+def test_a_drafter_that_is_right_now_and_then_is_not_paused():
+    """Nothing to offer in three rounds of four, and a long copy in the fourth: that pays on the whole."""
+    budget = AdaptiveBudget(LINEAR)
+    drafted = 0
+    for number in range(400):
+        assert budget.allot(1) > 0
+        copy = chain(0.9, 0.9, 0.9, 0.9) if number % 4 == 3 else chain()
+        trees = budget.prune([copy], 100.0)
+        kept = trees[0].num_draft_tokens
+        drafted += kept > 0
+        budget.observe(trees, [accept(kept)], timing(0.0005))
+    assert drafted == 100
+
+
 def test_a_drafter_that_becomes_good_is_found_again():
     budget = AdaptiveBudget(LINEAR)
 
