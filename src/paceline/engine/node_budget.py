@@ -7,9 +7,9 @@ the length and the width of drafts, divides them among the sequences of a batch,
 grows.
 
 Values are what the drafter believes. They are corrected by what was accepted, per depth. When plain steps are
-expected to be faster than the last drafted rounds even so, the drafter is not asked for a while; then it gets a
-few rounds to show that things have changed. (Not after a single poor round: a drafter that copies has nothing
-to offer most of the time, and much in between.)
+expected to be faster than the last drafted rounds even so, the drafter is not asked for a while; then it gets
+a few rounds to show that things have changed. (Not after a single poor round: a drafter that copies has
+nothing to offer most of the time, and much in between.)
 
 Read `AdaptiveBudget.prune`.
 """
