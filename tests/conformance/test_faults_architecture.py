@@ -17,7 +17,7 @@ from paceline.heads.phrase import PhraseHead, PhraseHeadConfig
 from paceline.sampling import SamplingParameters
 from paceline.sequence import Segment, Sequence
 from paceline.targets.huggingface import HuggingFaceTarget
-from paceline.testing import TINY_ARCHITECTURES, WEIGHT_SCALE, ReplayDrafter, greedy_oracle, tiny_model
+from paceline.testing import TINY_ARCHITECTURES, WEIGHT_SCALE, ReplayDrafter, greedy_oracle
 from paceline.tree import DraftTree
 
 BASE = TINY_ARCHITECTURES["llama"][2]
@@ -218,20 +218,3 @@ def test_embeddings_are_scaled_as_the_model_scales_them(name, target_of):
     torch.testing.assert_close(own, states[0][0], atol=1e-5, rtol=1e-5)
     weight = target.architecture.embedding.weight[PROMPTS[2]]
     assert torch.allclose(own, weight) != (name in ("gemma2", "gemma3", "granite"))
-
-
-@pytest.mark.parametrize("key", ["rope_type", "type"])
-def test_long_rope_ends_where_its_frequencies_would_change(key):
-    """Keys of both frequencies in one cache would be wrong text: `generate` computes the cache anew there."""
-    scaling = {
-        "rope_type": "longrope",
-        key: "longrope",
-        "rope_theta": 10_000.0,
-        "short_factor": [1.0] * 4,
-        "long_factor": [4.0] * 4,
-        "original_max_position_embeddings": 64,
-    }
-    model = tiny_model("phi3", rope_parameters=scaling, original_max_position_embeddings=64)
-    target = HuggingFaceTarget(model)
-    assert model.config.max_position_embeddings == 256
-    assert target.context_len == 64

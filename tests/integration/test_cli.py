@@ -222,7 +222,7 @@ def test_bench_writes_results_and_prints_a_table(run, suites, tmp_path):
     ("words", "told"),
     [
         (("--suite", "gsm8k"), "--data"),
-        (("--num-speculative-tokens", "many"), "--num-speculative-tokens"),
+        (("--num-speculative-tokens", "many"), "num_speculative_tokens is 'many'"),
         (("--drafters", "nonne"), "'none'"),
         (("--baseline", "vllm"), "hf_generate"),
         (("--limit", "0"), "limit"),

@@ -345,10 +345,11 @@ def test_error_of_a_worker_is_told_in_one_line(start: Start, tmp_path: Path) -> 
 
 
 ORPHAN = """
-import multiprocessing, os, sys, threading, time
+import multiprocessing, os, signal, sys, threading, time
 from paceline.training.workers import _end_with_parent
 
 def child(path):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # As workers do.
     threading.Thread(target=_end_with_parent, daemon=True).start()
     open(path, "w").close()
     try:

@@ -20,9 +20,11 @@ def pack_weight(weight: Tensor) -> Tensor:
     if weight.dtype == torch.float32:
         padded = _padded(weight, 0, -num_out % PAIR)
         return padded.reshape(-1, PAIR, num_in).transpose(1, 2).contiguous()
-    padded = _padded(weight, -num_in % PAIR, -num_out % PAIR)
-    tiles = padded.reshape(padded.shape[0] // PAIR, 2, 16, padded.shape[1] // PAIR, 16, 2)
-    return tiles.permute(0, 3, 1, 4, 2, 5).contiguous()
+    padded = _padded(weight, -num_in % PAIR, -num_out % PAIR).contiguous()
+    # Two neighbours of the inner dimension stay together: they move as one word.
+    words = padded.view(torch.int32).view(padded.shape[0] // PAIR, 2, 16, padded.shape[1] // PAIR, 16)
+    packed = words.permute(0, 3, 1, 4, 2).contiguous()
+    return packed.view(weight.dtype).view(*packed.shape, 2)
 
 
 def _padded(weight: Tensor, num_columns: int, num_rows: int) -> Tensor:

@@ -15,6 +15,15 @@ from torch import Tensor
 _MADV_DONTNEED = 4
 
 
+def trim_heap() -> None:
+    """Give freed memory back to the system; glibc keeps the gaps between live blocks otherwise."""
+    if not sys.platform.startswith("linux"):
+        return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
 def drop_pages(tensor: Tensor) -> int:
     """Forget the content of a tensor that nobody reads any more; its pages leave this process.
 

@@ -22,7 +22,7 @@ from paceline.errors import UnsupportedFeatureError
 from paceline.kernels import abi
 from paceline.kernels.build import load_kernels
 from paceline.kernels.packing import interleave, pack_bias, pack_weight
-from paceline.kernels.pages import drop_pages
+from paceline.kernels.pages import drop_pages, trim_heap
 from paceline.kv_cache import KVCache
 from paceline.sequence import Segment
 from paceline.targets.architecture import UNLIMITED_CONTEXT, Architecture
@@ -133,6 +133,8 @@ class FastDecoder:
             packed.attention_out = self._linear(layer.attention_out)
             packed.mlp_out = self._linear(layer.mlp_out)
             packed.mlp_in = self._linear(layer.mlp_in, interleave if self._plan.is_gated else None)
+            # Joining and padding leave gaps between the packed blocks.
+            trim_heap()
             packed.before_attention = self._norm(layer.before_attention)
             packed.after_attention = self._norm(layer.after_attention)
             packed.before_mlp = self._norm(layer.before_mlp)
