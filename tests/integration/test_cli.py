@@ -284,3 +284,11 @@ def test_an_interrupt_ends_generate_with_130_and_no_traceback(run, monkeypatch):
     assert code == 130
     assert out
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("prompt", ["", "  \n"])
+def test_an_empty_prompt_is_refused(run, prompt):
+    """A chat template would turn it into a question that nobody asked."""
+    code, _, err = run("generate", prompt)
+    assert code == 2
+    assert "the prompt is empty" in err

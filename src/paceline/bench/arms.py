@@ -6,6 +6,7 @@ emitted counts. All arms of a run share one target, that is, one copy of the wei
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +107,7 @@ def engine_arms(
     max_batch_size: int = 1,
     temperature: float = 1.0,
     seed: int = 0,
+    progress: Callable[[str], None] | None = None,
 ) -> list[Arm]:
     """An arm for every drafter, verifier and width, all on the generator's target.
 
@@ -118,6 +120,7 @@ def engine_arms(
         max_batch_size: largest batch that will be asked for.
         temperature: of sampling verifiers.
         seed: of sampling verifiers.
+        progress: told in one line what takes time.
     """
     arms: list[Arm] = []
     for text in drafters:
@@ -125,7 +128,9 @@ def engine_arms(
         build = drafter_class(drafter)
         own_head = Path(folder) if folder else head if drafter not in ("none", "prompt_lookup") else None
         for width in widths if drafter != "none" else (0,):
-            built = build.build(generator.target, own_head, budget_of(width, generator.target).max_nodes)
+            built = build.build(
+                generator.target, own_head, budget_of(width, generator.target, progress).max_nodes
+            )
             for verifier in verifiers:
                 verifier_class(verifier)
                 name = ArmName(

@@ -89,7 +89,8 @@ def _suite_lines(name: str, data_folder: Path | None) -> list[str]:
         return files("paceline.bench").joinpath("prompts", f"{name}.jsonl").read_text("utf-8").split("\n")
     if data_folder is None:
         raise ConfigError(
-            f"suite {name!r} is not built in ({', '.join(BUILTIN_SUITES)}): give its folder with --data"
+            f"suite {name!r} is not built in ({', '.join(BUILTIN_SUITES)}): give the folder of {name}.jsonl "
+            "with --data (docs/benchmarks.md says where public ones are from)"
         )
     path = data_folder / f"{name}.jsonl"
     if not path.is_file():

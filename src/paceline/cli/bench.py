@@ -137,6 +137,9 @@ def print_report(report: BenchmarkReport, out: Path) -> None:
         console.print(table)
     for line in report.roofline_lines():
         console.print(line)
+    noise = report.rounding_noise
+    num_near_ties = 0 if noise is None else sum(d.gap <= noise for d in report.differences)
     console.print(
-        f"{len(report.differences)} answers differ from their reference; report: {out / 'report.md'}"
+        f"{len(report.differences)} answers differ from their reference, {num_near_ties} of them at near-ties "
+        f"that rounding explains; report: {out / 'report.md'}"
     )

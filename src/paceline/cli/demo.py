@@ -79,7 +79,9 @@ def demo(
         keep_model=True,
         progress=notice,
     )
-    [arm] = engine_arms(plain, [drafter], ["greedy"], [read_width(num_speculative_tokens)], head=head)
+    [arm] = engine_arms(
+        plain, [drafter], ["greedy"], [read_width(num_speculative_tokens)], head=head, progress=notice
+    )
     drafted: Generator = arm.generator  # type: ignore[attr-defined]
     console.print(
         f"[bold]{target}[/bold] in {dtype_name(plain.target.dtype)}, greedy. Each prompt is answered twice: "

@@ -13,7 +13,7 @@ from typer import Argument, Option
 from paceline.cli.console import notice, summary
 from paceline.cli.option_groups import expand_options
 from paceline.cli.options import ModelOptions, SamplingOptions
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from paceline.engine.generator import GenerationResult, Generator
@@ -35,7 +35,7 @@ def generate(
             "--stream and --json were both given: a JSON object is printed in one piece, choose one"
         )
     sampling.check()
-    text = read_prompt(prompt)
+    text = read_prompt(prompt, raw=raw)
     generator = model.load()
     parameters = sampling.parameters(generator)
     if not raw and not generator.has_chat_template:
@@ -49,9 +49,16 @@ def generate(
         notice(summary(result.statistics))
 
 
-def read_prompt(prompt: str) -> str:
-    """The prompt itself, or standard input (without its final newline) for `-`."""
-    return sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+def read_prompt(prompt: str, *, raw: bool) -> str:
+    """The prompt itself, or standard input (without its final newline) for `-`.
+
+    Raises:
+        RequestError: it is empty; a chat template would hide that, and the model answer nothing.
+    """
+    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+    if not raw and not text.strip():
+        raise RequestError("the prompt is empty: give a text, or '-' to read one from standard input")
+    return text
 
 
 def print_stream(

@@ -35,6 +35,8 @@ TIME_LIMIT = 1.5
 """Seconds after which no wider forward and no further repetition is measured, for each cached length."""
 MAX_REPETITIONS = 5
 PREFILL_ROWS = 256
+BUSY_LOAD = 0.8
+"""Load per core above which measured times are not kept."""
 FORMAT = 2
 
 
@@ -85,7 +87,8 @@ class ForwardCost:
     def _read(self, measured: tuple[float, ...], rows: Tensor) -> Tensor:
         """Read one table at the given rows."""
         widths = torch.tensor(self.widths, dtype=torch.float64)
-        costs = torch.tensor(measured, dtype=torch.float64).cummax(0).values
+        # Other load only ever adds time, so a wider forward's time bounds that of every narrower one.
+        costs = torch.tensor(measured, dtype=torch.float64).flip(0).cummin(0).values.flip(0)
         at = rows.double()
         right = torch.searchsorted(widths, at).clamp(1, len(widths) - 1)
         left = right - 1
@@ -115,7 +118,8 @@ def measured_cost(
     if progress is not None:
         progress("measuring what forwards of different widths cost here, once")
     cost = measure(target)
-    if is_kept:
+    # Times of a busy machine would mislead every later start; this one corrects itself by what is accepted.
+    if is_kept and not is_busy():
         _write(path, {"format": FORMAT, **asdict(cost)})
     return cost
 
@@ -165,6 +169,12 @@ def _fastest(
     finally:
         target.release(sequence)
     return fastest
+
+
+def is_busy() -> bool:
+    """Whether other processes keep most of the cores at work."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return load > BUSY_LOAD * (os.cpu_count() or 1)
 
 
 def _as_tuple(value: object) -> Any:

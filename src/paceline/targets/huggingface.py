@@ -91,7 +91,7 @@ class HuggingFaceTarget:
         if self._uses_packed_attention and len(num_kv_heads) == 1:
             self._num_groups = self.architecture.num_heads // num_kv_heads.pop()
         self.num_weight_bytes = sum(_num_bytes(parameter) for parameter in model.parameters())
-        table = self.architecture.embedding.weight
+        table: Any = self.architecture.embedding.weight
         # Of an input embedding of its own a forward reads a few rows.
         self.num_read_bytes = self.num_weight_bytes - (0 if table is weight else _num_bytes(table))
         if execution != "eager" and self._takes_fast_path(execution == "fast", releases_model, progress):

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.engine import forward_cost
 from paceline.engine.forward_cost import ForwardCost
 from paceline.engine.node_budget import MAX_NODES, AdaptiveBudget, FixedBudget, budget_of
 from paceline.engine.stats import RoundTiming
@@ -188,6 +189,7 @@ def test_numbers_are_fixed_budgets(width):
 
 def test_auto_measures_the_target(tmp_path, monkeypatch):
     monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(forward_cost, "is_busy", lambda: False)
     target = HuggingFaceTarget(tiny_model(), fingerprint="tiny")
     told: list[str] = []
     budget = budget_of("auto", target, told.append)
