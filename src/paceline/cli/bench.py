@@ -140,6 +140,6 @@ def print_report(report: BenchmarkReport, out: Path) -> None:
     noise = report.rounding_noise
     num_near_ties = 0 if noise is None else sum(d.gap <= noise for d in report.differences)
     console.print(
-        f"{len(report.differences)} answers differ from their reference, {num_near_ties} of them at near-ties "
-        f"that rounding explains; report: {out / 'report.md'}"
+        f"{len(report.differences)} answers differ from their reference, {num_near_ties} of them at ties "
+        f"or near-ties that rounding explains; report: {out / 'report.md'}"
     )
