@@ -22,8 +22,6 @@ from paceline.targets.huggingface import HuggingFaceTarget
 from paceline.testing import TINY_ARCHITECTURES, ReplayDrafter, greedy_oracle, tiny_model
 from paceline.tree import DraftTree
 
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")
-
 NUM_NEW = 24
 GREEDY = SamplingParameters(max_new_tokens=NUM_NEW)
 # Not run by the fast path: scaled residuals, and rotary positions of another kind.

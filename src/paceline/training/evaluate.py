@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from paceline.training.samples import Samples, answer_rows
-from paceline.vocabularies.trie import TokenTrie
+from paceline.vocabularies.trie import TIE, TokenTrie
 
 WIDTHS = (8, 16, 24, 32, 48, 64)
 NUM_BINS = 10
-_TIE = 1e-9
 _ROWS_PER_CHUNK = 512
 
 
@@ -137,7 +136,7 @@ def _walk(probabilities: Tensor, nodes: Tensor, trie: TokenTrie, widths: Seq[int
     """Draft trees of M rows against the deepest node that the text reaches."""
     mass = trie.node_mass(probabilities)  # [M, T]
     # Ties go to the shallower node, as in the drafter.
-    ranked = mass * (1.0 - _TIE * trie.depths.to(torch.float64))
+    ranked = mass * (1.0 - TIE * trie.depths.to(torch.float64))
     best = torch.topk(ranked, min(max(widths), len(trie)), dim=1)
     kept = [min(width, len(trie)) for width in widths]
     borders = best.values[:, [k - 1 for k in kept]]  # [M, W]
