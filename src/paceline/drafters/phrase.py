@@ -3,7 +3,8 @@
 After a round the drafter keeps the hidden state whose logits produced the newest token. To draft, a small
 head turns that state and the newest token's embedding into probabilities of thousands of phrases; every node
 of the phrase trie is worth the probability beneath it, and the most valuable nodes are the draft tree
-(`vocabularies/trie.py`). One head evaluation and one transfer serve all sequences.
+(`vocabularies/trie.py`). One head evaluation serves all sequences, and so does one transfer to the host: of
+the chosen nodes, not of all probabilities.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from paceline.heads.phrase import PhraseHead
 from paceline.sequence import Sequence, VerifyResult
 from paceline.targets.base import TargetModel, TargetOutput
 from paceline.targets.loading import cpu_has_bfloat16
+from paceline.transfers import upload
 from paceline.tree import DraftTree
 
 
@@ -89,7 +91,7 @@ class PhraseDrafter:
             for i, tree in zip(ready, self._compiled.draft(inputs, roots, max_nodes), strict=True):
                 trees[i] = tree
             return trees
-        probabilities = torch.softmax(self._head(inputs).float(), dim=-1).cpu()
+        probabilities = torch.softmax(self._head(inputs).float(), dim=-1)
         for i, best in zip(ready, self._trie.most_valuable(probabilities, max_nodes), strict=True):
             trees[i] = DraftTree.from_trie_mass(
                 sequences[i].last_token_id, self._trie.token_ids, self._trie.parents, best.values, best.nodes
@@ -110,7 +112,7 @@ class PhraseDrafter:
                 kept.append((sequence, len(sequence) - 1))
         if not rows:
             return
-        index = torch.tensor(rows, device=output.hidden.device)
+        index = upload(torch.tensor(rows), output.hidden.device)
         layers = [output.hidden, *(output.features[layer] for layer in self.required_features)]
         # A copy: views would keep the states of the whole forward alive.
         vectors = torch.stack([layer[index] for layer in layers], dim=1)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.sequence import Segment, Sequence, VerifyResult
+from paceline.transfers import upload
 
 
 class TargetOutput:
@@ -60,7 +61,7 @@ class TargetOutput:
             return self._compute_logits(self.hidden)
         if len(tree_rows) == 1:
             return self._compute_logits(self.hidden[tree_rows[0].start : tree_rows[0].stop])
-        rows = torch.cat([torch.arange(r.start, r.stop) for r in tree_rows]).to(self.hidden.device)
+        rows = upload(torch.cat([torch.arange(r.start, r.stop) for r in tree_rows]), self.hidden.device)
         return self._compute_logits(self.hidden[rows])
 
     def logits(self, rows: Tensor) -> Tensor:

@@ -38,6 +38,16 @@ class ValuableNodes:
 
 
 @dataclass(frozen=True, slots=True)
+class _MassTensors:
+    """What turns probabilities into the worth of nodes, on one device; as in `TokenTrie`."""
+
+    entry_order: Tensor
+    starts: Tensor
+    ends: Tensor
+    handicap: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class TrieMatch:
     """How far the text goes along with the trie at each of T positions.
 
@@ -81,7 +91,9 @@ class TokenTrie:
         self._entry_at = np.full(len(self), -1, dtype=np.int64)
         self._entry_at[self.entry_nodes.numpy()] = np.arange(len(entries))
         # Nodes of equal worth are ordered by depth: see `TIE`.
-        self._handicap = 1.0 - TIE * self.depths.to(torch.float64)
+        handicap = 1.0 - TIE * self.depths.to(torch.float64)
+        tensors = _MassTensors(self.entry_order, self.starts, self.ends, handicap)
+        self._mass_tensors: dict[torch.device, _MassTensors] = {handicap.device: tensors}
 
     def __len__(self) -> int:
         """Number of nodes, the root not counted."""
@@ -137,21 +149,40 @@ class TokenTrie:
             raise ShapeError(
                 f"{probabilities.shape[-1]} probabilities for {self.num_entries} entries: give one each"
             )
-        running = probabilities[:, self.entry_order].cumsum(dim=1, dtype=torch.float64)
+        tensors = self._on(probabilities.device)
+        running = probabilities[:, tensors.entry_order].cumsum(dim=1, dtype=torch.float64)
+        if running.device.type != "cpu":
+            # A sum in parallel may fall by a rounding error, and a child would be worth more than its parent.
+            running = running.cummax(dim=1).values
         running = functional.pad(running, (1, 0))
-        return running[:, self.ends] - running[:, self.starts]
+        return running[:, tensors.ends] - running[:, tensors.starts]
+
+    def _on(self, device: torch.device) -> _MassTensors:
+        """The tensors on a device; copied there once."""
+        if device not in self._mass_tensors:
+            [own] = [t for d, t in self._mass_tensors.items() if d.type == "cpu"]
+            moved = [t.to(device) for t in (own.entry_order, own.starts, own.ends, own.handicap)]
+            self._mass_tensors[device] = _MassTensors(*moved)
+        return self._mass_tensors[device]
 
     @torch.no_grad()
     def most_valuable(self, probabilities: Tensor, max_nodes: int) -> list[ValuableNodes]:
         """The `max_nodes` most valuable nodes of every row; nodes worth nothing are left out.
 
         Args:
-            probabilities: [B, E] on the CPU.
+            probabilities: [B, E] on any device. What is found comes to the CPU in one transfer.
             max_nodes: most nodes per row.
         """
+        if probabilities.device.type == "mps":
+            probabilities = probabilities.cpu()  # float64 does not exist there
         mass = self.node_mass(probabilities)
-        top = torch.topk(mass * self._handicap, min(max_nodes, len(self)), dim=1).indices
+        handicap = self._on(mass.device).handicap
+        top = torch.topk(mass * handicap, min(max_nodes, len(self)), dim=1).indices
         values = mass.gather(1, top).clamp(max=1.0)
+        if mass.device.type != "cpu":
+            # Numbers of nodes are exact in float64.
+            numbers, values = torch.stack([top.double(), values]).cpu().unbind()
+            top = numbers.long()
         counts = (values > 0).sum(dim=1).tolist()
         return [
             ValuableNodes(nodes[:count], worth[:count])
