@@ -21,8 +21,33 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from paceline.errors import IncompatibleModelError
+from paceline.transfers import upload
 
 BLOCK_LEN = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How the buffers grow. Growing moves them, after which captured forwards have to be captured anew.
+
+    Attributes:
+        block_len: capacity is a multiple of it.
+        tail_len: positions at the end of every slot that no text uses: rows that stand for nothing write
+            there.
+        doubles_slots: the number of slots is a power of two.
+    """
+
+    block_len: int = BLOCK_LEN
+    tail_len: int = 0
+    doubles_slots: bool = False
+
+    def slots_for(self, num_sequences: int) -> int:
+        """Slots to reserve for so many sequences."""
+        return 1 << (num_sequences - 1).bit_length() if self.doubles_slots else num_sequences
+
+    def capacity_for(self, length: int) -> int:
+        """Positions to reserve for texts of this length."""
+        return -(-(length + self.tail_len) // self.block_len) * self.block_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +68,8 @@ class WriteWindow:
         starts: cached length of each row.
         num_tokens: tokens per row, padding included.
         view_len: positions that attention reads.
-        positions: int64 [B, T] when the starts differ, else None.
+        positions: int64 [B, T] when the starts differ or only the device knows them, else None.
+        rows: int64 [B, 1], numbers of the rows, with `positions`.
     """
 
     first_slot: int
@@ -91,9 +117,21 @@ class ShapeRecorder(Cache):  # type: ignore[misc]
 
 
 class KVCache(Cache):  # type: ignore[misc]
-    """Slots of preallocated keys and values; see the module docstring for the layout."""
+    """Slots of preallocated keys and values; see the module docstring for the layout.
 
-    def __init__(self, shapes: dict[int, LayerShape], dtype: torch.dtype, device: torch.device) -> None:
+    Attributes:
+        num_slots: sequences that fit.
+        capacity: positions of a slot, the tail included.
+        generation: changes whenever the buffers move.
+    """
+
+    def __init__(
+        self,
+        shapes: dict[int, LayerShape],
+        dtype: torch.dtype,
+        device: torch.device,
+        growth: Growth | None = None,
+    ) -> None:
         super().__init__(layers=[])
         if sorted(shapes) != list(range(len(shapes))) or not shapes:
             raise IncompatibleModelError(
@@ -101,6 +139,7 @@ class KVCache(Cache):  # type: ignore[misc]
                 "be rolled back (linear-attention and state-space layers cannot)"
             )
         self._dtype, self._device = dtype, device
+        self._growth = growth or Growth()
         # (heads, size) -> members; a member is (layer, is_value).
         self._members: dict[tuple[int, int], list[tuple[int, bool]]] = {}
         for layer, shape in shapes.items():
@@ -113,6 +152,7 @@ class KVCache(Cache):  # type: ignore[misc]
         self._addresses: LayerAddresses | None = None
         self.num_slots = 0
         self.capacity = 0
+        self.generation = 0
         self.reserve(1, 1)
 
     @property
@@ -120,11 +160,16 @@ class KVCache(Cache):  # type: ignore[misc]
         """Bytes held by all buffers."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
 
+    @property
+    def tail(self) -> int:
+        """First position of every slot that no text uses."""
+        return self.capacity - self._growth.tail_len
+
     @torch.inference_mode()
     def reserve(self, num_slots: int, length: int) -> None:
         """Make room for `num_slots` sequences of `length` tokens, in whole blocks; existing contents stay."""
-        num_slots = max(num_slots, self.num_slots)
-        capacity = max(self.capacity, -(-length // BLOCK_LEN) * BLOCK_LEN)
+        num_slots = max(self._growth.slots_for(num_slots), self.num_slots)
+        capacity = max(self._growth.capacity_for(length), self.capacity)
         if (num_slots, capacity) == (self.num_slots, self.capacity):
             return
         for shape, members in self._members.items():
@@ -139,6 +184,7 @@ class KVCache(Cache):  # type: ignore[misc]
             for number, (layer, is_value) in enumerate(members):
                 (self._values if is_value else self._keys)[layer] = grown[number]
         self.num_slots, self.capacity = num_slots, capacity
+        self.generation += 1
         self._addresses = None
 
     def open_window(self, first_slot: int, starts: Seq[int], num_tokens: int) -> int:
@@ -156,6 +202,21 @@ class KVCache(Cache):  # type: ignore[misc]
             rows = torch.arange(len(starts), device=self._device)[:, None]
         self._window = WriteWindow(first_slot, starts, num_tokens, view_len, positions, rows)
         return view_len
+
+    def open_static_window(self, positions: Tensor, view_len: int) -> None:
+        """Announce a forward whose places only the device knows: row b of the batch writes to slot b.
+
+        Room must have been reserved. The window holds no number that changes between rounds, so a captured
+        forward stays right; a model that asks the cache for its length is told 0, which the check at load
+        time finds out if it matters.
+
+        Args:
+            positions: int64 [B, T] on the device, where each token's keys and values go.
+            view_len: positions that attention will read.
+        """
+        batch, num_tokens = positions.shape
+        rows = torch.arange(batch, device=positions.device)[:, None]
+        self._window = WriteWindow(0, (0,), num_tokens, view_len, positions, rows)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -214,7 +275,7 @@ class KVCache(Cache):  # type: ignore[misc]
         """
         if list(path) == list(range(1, len(path) + 1)):
             return
-        source = torch.tensor(path, device=self._device) + start
+        source = upload(torch.tensor(path) + start, self._device)
         for buffer in self._buffers.values():
             lane = buffer[:, slot]
             lane[:, :, start + 1 : start + 1 + len(path)] = lane.index_select(2, source)

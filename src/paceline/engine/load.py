@@ -45,9 +45,10 @@ def load(
         num_speculative_tokens: most drafted nodes per round and sequence; `auto` drafts what this machine
             can verify at a profit.
         max_batch_size: requests decoded at once.
-        execution: `fast` runs compiled kernels on packed weights, `eager` the model's own forward. `auto` is
-            `fast` where this machine and this model allow it; for a model in memory it is `eager`, since
-            packing makes a second copy of its weights.
+        execution: `fast` runs compiled kernels on packed weights on a CPU and captured forwards on CUDA,
+            `eager` the model's own forward. `auto` is `fast` where this machine and this model allow it; for
+            a model in memory it is `eager`, since packing makes a second copy of its weights and captured
+            forwards fail when somebody moves them.
         keep_model: keep the loaded Hugging Face model usable (`generator.target.model`) beside the packed
             weights; otherwise weights that are packed are dropped from it.
         trust_remote_code: allow code from the model's repository.

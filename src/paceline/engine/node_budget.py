@@ -64,9 +64,8 @@ def budget_of(
     width = read_width(width)
     if isinstance(width, int):
         return FixedBudget(width)
-    return AdaptiveBudget(
-        measured_cost(target, progress=progress), pads=getattr(target, "execution", "eager") == "eager"
-    )
+    cost = measured_cost(target, progress=progress)
+    return AdaptiveBudget(cost, pads=getattr(target, "pads_rows", True))
 
 
 class NodeBudget(Protocol):

@@ -6,7 +6,7 @@ planes of `finfo.min` would overflow to -inf, and a row of -inf is NaN after the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.sequence import Segment
+from paceline.targets.architecture import Architecture
 
 PACKED_SDPA = "paceline_packed_sdpa"
 
@@ -66,6 +67,25 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """[B, 1, T, S] mask to add to attention scores: 0 where visible, the lowest finite value elsewhere."""
     lowest = torch.finfo(dtype).min
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, lowest)[:, None]
+
+
+def model_masks(
+    visible: Callable[[int | None], Tensor], architecture: Architecture, dtype: torch.dtype, num_tiles: int
+) -> object:
+    """What the model takes as its mask: one, or one per layer type where full and sliding layers are mixed.
+
+    Args:
+        visible: sliding window or None -> bool [B, T, S].
+        architecture: of the model.
+        dtype: of the weights.
+        num_tiles: copies of each mask below each other, for `packed_sdpa`.
+    """
+    masks = {}
+    for layer_type in architecture.layer_types:
+        window = architecture.sliding_window if layer_type == "sliding_attention" else None
+        mask = additive(visible(window), dtype)
+        masks[layer_type] = mask.repeat(1, 1, num_tiles, 1) if num_tiles > 1 else mask
+    return masks if len(masks) > 1 else masks.popitem()[1]
 
 
 def packed_sdpa(

@@ -9,10 +9,8 @@ configuration and confirmed against the model's own forward when the target is b
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,13 +18,27 @@ from torch import Tensor, nn
 
 from paceline.config import EXECUTIONS, check_known
 from paceline.errors import ConfigError, IncompatibleModelError, ShapeError, UnsupportedFeatureError
-from paceline.kv_cache import KVCache
+from paceline.kv_cache import Growth, KVCache
 from paceline.sequence import Segment, Sequence, VerifyResult
 from paceline.targets import attention
 from paceline.targets.architecture import Architecture, read_architecture
 from paceline.targets.base import TargetOutput
+from paceline.targets.buckets import MAX_WIDTH
+from paceline.targets.cuda_graphs import CudaGraphs
 from paceline.targets.fast import FastDecoder
-from paceline.targets.probe import check_target, record_layer_shapes, reference_logits, refused_by_model
+from paceline.targets.model_call import ModelCall
+from paceline.targets.probe import (
+    check_rounds,
+    check_target,
+    record_layer_shapes,
+    reference_logits,
+    refused_by_model,
+)
+from paceline.targets.static_forward import CaptureError, GraphCapture, StaticDecoder
+from paceline.transfers import upload
+
+STATIC_GROWTH = Growth(block_len=1024, tail_len=MAX_WIDTH, doubles_slots=True)
+"""Of the cache under captured forwards: large steps, since each one means capturing anew."""
 
 
 class WeightsDroppedError(UnsupportedFeatureError):
@@ -36,13 +48,16 @@ class WeightsDroppedError(UnsupportedFeatureError):
 class HuggingFaceTarget:
     """TargetModel over a `PreTrainedModel`.
 
-    The model is shared. Eager execution neither changes nor copies it; the fast path packs a copy of its
-    weights, and drops them from the model where `releases_model` allows it.
+    The model is shared. Eager execution neither changes nor copies it, and captured forwards read its weights
+    where they are; the fast path of the CPU packs a copy of its weights, and drops them from the model where
+    `releases_model` allows it.
 
     Args:
         model: a causal LM on one device, attention implementation `sdpa` or `eager`.
-        execution: `eager` runs the model's own forward; `fast` compiled kernels on the same weights (see
-            `paceline.targets.fast`); `auto` is `fast` where that is possible and agrees with the model.
+        execution: `eager` runs the model's own forward; `fast` compiled kernels on the same weights on the
+            CPU (`paceline.targets.fast`) and captured forwards on CUDA (`paceline.targets.static_forward`);
+            `auto` is `fast` where that is possible and agrees with the model.
+        graphs: captures forwards; given, `fast` means captured forwards on any device (for tests).
         progress: told in one line what takes time.
         fingerprint: identifies weights and tokenizer (`targets.loading.target_fingerprint`); heads are
             matched by it.
@@ -63,6 +78,7 @@ class HuggingFaceTarget:
         execution: str = "eager",
         releases_model: bool = False,
         progress: Callable[[str], None] | None = None,
+        graphs: GraphCapture | None = None,
     ) -> None:
         check_known("execution", execution, EXECUTIONS)
         self.fingerprint = fingerprint
@@ -70,39 +86,76 @@ class HuggingFaceTarget:
         self.architecture: Architecture = read_architecture(model)
         if model.training:
             raise ConfigError(f"{type(model).__name__} is in training mode: call model.eval() first")
-        self._base: nn.Module = self.architecture.base_model
-        self._cache_argument = (
-            "cache" if "cache" in inspect.signature(self._base.forward).parameters else "past_key_values"
-        )
+        self.model_call = ModelCall(model, self.architecture)
         weight: Tensor = self.architecture.lm_head.weight
         self._dtype, self._device = weight.dtype, weight.device
         self._fast: FastDecoder | None = None
+        self._static: StaticDecoder | None = None
+        self._is_fast_required = execution == "fast"
         self.eager_reason = "chosen"
+        if execution == "eager":
+            graphs = None
+        elif graphs is None and self._device.type == "cuda":
+            graphs = CudaGraphs(self._device)
         self._slots: dict[Sequence, int] = {}
         self._cached: dict[Sequence, int] = {}
         with refused_by_model(model):
             shapes = record_layer_shapes(self)
-        self.kv_cache = KVCache(shapes, self._dtype, self._device)
-        # Falcon and others call sdpa in code of their own, which knows its own name only.
-        has_interface = bool(getattr(model, "_supports_attention_backend", False))
-        self._uses_packed_attention = self.architecture.is_sdpa and has_interface
+        growth = None if graphs is None else STATIC_GROWTH
+        self.kv_cache = KVCache(shapes, self._dtype, self._device, growth)
         self._num_groups = 1
         num_kv_heads = {shape.num_heads for shape in shapes.values()}
-        if self._uses_packed_attention and len(num_kv_heads) == 1:
+        if self.model_call.uses_packed_attention and len(num_kv_heads) == 1:
             self._num_groups = self.architecture.num_heads // num_kv_heads.pop()
         self.num_weight_bytes = sum(_num_bytes(parameter) for parameter in model.parameters())
         table: Any = self.architecture.embedding.weight
         # Of an input embedding of its own a forward reads a few rows.
         self.num_read_bytes = self.num_weight_bytes - (0 if table is weight else _num_bytes(table))
-        if execution != "eager" and self._takes_fast_path(execution == "fast", releases_model, progress):
+        if graphs is not None:
+            if self._takes_static_path(graphs):
+                return
+        elif execution != "eager" and self._takes_fast_path(releases_model, progress):
             return
         if check:
             with refused_by_model(model):
                 check_target(self, reference_logits(self))
 
-    def _takes_fast_path(
-        self, is_required: bool, releases_model: bool, progress: Callable[[str], None] | None
-    ) -> bool:
+    def _takes_static_path(self, graphs: GraphCapture) -> bool:
+        """Try captured forwards and hold them against the model's own.
+
+        Returns:
+            Whether they are used; where they are not possible or differ, `eager_reason` says why.
+
+        Raises:
+            UnsupportedFeatureError: they are required and cannot be used.
+        """
+        self._static = StaticDecoder(
+            self.model_call,
+            self.architecture,
+            self.kv_cache,
+            num_tiles=self._num_groups,
+            dtype=self._dtype,
+            device=self._device,
+            graphs=graphs,
+        )
+        try:
+            with refused_by_model(self.model):
+                check_rounds(self, reference_logits(self))
+        except IncompatibleModelError as error:
+            self._leave_static_path(error)
+        is_used = self.execution == "fast"
+        if is_used:
+            self.eager_reason = ""
+        return is_used
+
+    def _leave_static_path(self, error: Exception) -> None:
+        """Go on eagerly, or raise where captured forwards are required."""
+        self._static = None
+        self.eager_reason = str(error)
+        if self._is_fast_required:
+            raise UnsupportedFeatureError(f"execution 'fast': {error}") from error
+
+    def _takes_fast_path(self, releases_model: bool, progress: Callable[[str], None] | None) -> bool:
         """Build the compiled path and hold it against the model's own forward.
 
         Returns:
@@ -124,7 +177,7 @@ class HuggingFaceTarget:
             self.eager_reason = str(error)
             if is_gone:
                 raise WeightsDroppedError(f"execution 'fast': {error}") from error
-            if is_required:
+            if self._is_fast_required:
                 raise UnsupportedFeatureError(f"execution 'fast': {error}") from error
             return False
         self.eager_reason = ""
@@ -135,7 +188,12 @@ class HuggingFaceTarget:
     @property
     def execution(self) -> str:
         """`fast` or `eager`: how forwards are computed."""
-        return "eager" if self._fast is None else "fast"
+        return "eager" if self._fast is None and self._static is None else "fast"
+
+    @property
+    def pads_rows(self) -> bool:
+        """Whether a forward computes as many rows for every sequence as for the widest one."""
+        return self._fast is None
 
     @property
     def num_cache_bytes_per_token(self) -> int:
@@ -175,7 +233,7 @@ class HuggingFaceTarget:
     @torch.no_grad()
     def embedding(self, token_ids: Tensor) -> Tensor:
         """Input embeddings, scaled as the model scales them: int64 [...] -> [..., D]."""
-        embedded: Tensor = self.architecture.embedding(token_ids.to(self._device))
+        embedded: Tensor = self.architecture.embedding(upload(token_ids, self._device))
         scale = self.architecture.embedding_scale
         return embedded if scale == 1.0 else embedded * scale
 
@@ -220,6 +278,8 @@ class HuggingFaceTarget:
                 self._cached[segment.sequence] = 0
         if self._fast is not None:
             return self._forward_fast(self._fast, segments, features)
+        if self._static is not None and self._static.takes(segments):
+            return self._forward_static(self._static, segments, features)
         outputs: dict[int, TargetOutput] = {}
         order = sorted(range(len(segments)), key=lambda i: self._slots[segments[i].sequence])
         for run in self._runs([segments[i] for i in order]):
@@ -239,6 +299,19 @@ class HuggingFaceTarget:
         hidden, captured = fast.forward(segments, slots, starts, self.embedding, self.kv_cache, features)
         for segment in segments:
             self._cached[segment.sequence] += len(segment.prefix_ids)
+        return TargetOutput(hidden, captured, segments, self.lm_head)
+
+    def _forward_static(
+        self, static: StaticDecoder, segments: Seq[Segment], features: Seq[int]
+    ) -> TargetOutput:
+        """A decoding round by a captured forward; eagerly from now on where it cannot be captured."""
+        starts = [self._cached[segment.sequence] for segment in segments]
+        slots = [self._slots[segment.sequence] for segment in segments]
+        try:
+            hidden, captured = static.forward(segments, slots, starts, features)
+        except CaptureError as error:
+            self._leave_static_path(error)
+            return self.forward(segments, features)
         return TargetOutput(hidden, captured, segments, self.lm_head)
 
     def _runs(self, segments: list[Segment]) -> Iterator[list[Segment]]:
@@ -266,63 +339,23 @@ class HuggingFaceTarget:
                 ids = torch.cat([ids, segment.tree.token_ids])
             token_ids[row, : len(segment)] = ids
             positions[row, : len(segment)] = attention.segment_positions(segment, start)
-        with self._capture(features) as captured:
-            hidden = self._run_base(
-                token_ids.to(self._device),
-                positions.to(self._device),
-                self._masks(run, starts, num_tokens, view_len),
-                self.kv_cache,
-            )
-        flat = self._flatten(run, hidden)
-        return TargetOutput(
-            flat, {layer: self._flatten(run, states) for layer, states in captured.items()}, run, self.lm_head
+        states = self.model_call(
+            token_ids.to(self._device),
+            positions.to(self._device),
+            self._masks(run, starts, num_tokens, view_len),
+            self.kv_cache,
+            features,
         )
-
-    def _run_base(self, token_ids: Tensor, positions: Tensor, mask: object, cache: object) -> Tensor:
-        """The model's own forward without its output layer: [B, T] -> [B, T, D] after the final norm."""
-        packed = (
-            attention.packed_attention(self.model)
-            if isinstance(cache, KVCache) and self._uses_packed_attention
-            else nullcontext()
-        )
-        with packed:
-            output: Any = self._base(
-                input_ids=token_ids,
-                attention_mask=mask,
-                position_ids=positions,
-                use_cache=True,
-                **{self._cache_argument: cache},
-            )
-        hidden: Tensor = output.last_hidden_state
-        return hidden
+        captured = {layer: self._flatten(run, layer_input) for layer, layer_input in states.features.items()}
+        return TargetOutput(self._flatten(run, states.hidden), captured, run, self.lm_head)
 
     def _masks(self, run: list[Segment], starts: list[int], num_tokens: int, view_len: int) -> object:
-        """One additive mask, or one per layer type for models that mix full and sliding attention."""
-        masks = {}
-        for layer_type in self.architecture.layer_types:
-            window = self.architecture.sliding_window if layer_type == "sliding_attention" else None
-            plane = attention.visibility(run, starts, num_tokens, view_len, window).to(self._device)
-            mask = attention.additive(plane, self._dtype)
-            masks[layer_type] = mask.repeat(1, 1, self._num_groups, 1) if self._num_groups > 1 else mask
-        return masks if len(masks) > 1 else masks.popitem()[1]
+        """Additive masks of the run, built on the host."""
 
-    @contextmanager
-    def _capture(self, features: Seq[int]) -> Iterator[dict[int, Tensor]]:
-        """Collect the inputs of the layers asked for during the block."""
-        captured: dict[int, Tensor] = {}
+        def visible(window: int | None) -> Tensor:
+            return attention.visibility(run, starts, num_tokens, view_len, window).to(self._device)
 
-        def hook_for(layer: int) -> Any:
-            def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                captured[layer] = args[0] if args else kwargs["hidden_states"]
-
-            return hook
-
-        with ExitStack() as stack:
-            for layer in features:
-                module = self.architecture.layers[layer]
-                handle = module.register_forward_pre_hook(hook_for(layer), with_kwargs=True)
-                stack.callback(handle.remove)
-            yield captured
+        return attention.model_masks(visible, self.architecture, self._dtype, self._num_groups)
 
     def _flatten(self, run: list[Segment], states: Tensor) -> Tensor:
         """[B, T, D] with padding -> [N, D] without."""

@@ -48,7 +48,7 @@ def record_layer_shapes(target: HuggingFaceTarget) -> dict[int, LayerShape]:
     mask = torch.zeros(1, 1, 1, 1, dtype=target.dtype, device=device)
     kinds = target.architecture.layer_types
     with torch.inference_mode():
-        target._run_base(
+        target.model_call(
             torch.zeros(1, 1, dtype=torch.int64, device=device),
             torch.zeros(1, 1, dtype=torch.int64, device=device),
             dict.fromkeys(kinds, mask) if len(kinds) > 1 else mask,
@@ -63,8 +63,53 @@ def record_layer_shapes(target: HuggingFaceTarget) -> dict[int, LayerShape]:
     return recorder.shapes
 
 
-def check_target(target: HuggingFaceTarget, reference: Tensor) -> None:
+def check_target(
+    target: HuggingFaceTarget, reference: Tensor, *, num_prefix: int = 2, in_rounds: bool = False
+) -> None:
     """Compare a tree forward, a rollback and the following step with the model's own forward.
+
+    Args:
+        target: to be checked.
+        reference: its `reference_logits`.
+        num_prefix: prompt tokens before the tree's root, 1 or 2.
+        in_rounds: feed them in a forward of their own, so that the tree comes as in a decoding round.
+
+    Raises:
+        IncompatibleModelError: the logits differ by more than rounding.
+    """
+    ids = _probe_ids(target)
+    prefix, root, true_ids, next_id = (
+        tuple(ids[:num_prefix]),
+        ids[num_prefix],
+        ids[num_prefix + 1 : num_prefix + 3],
+        ids[num_prefix + 3],
+    )
+    sequence = Sequence([*prefix, root], SamplingParameters(), frozenset(), 1 << 20, seed=0)
+    decoy = next_id if next_id != true_ids[0] else true_ids[1]
+    # Breadth-first order puts a decoy before each true node, so the accepted path is not contiguous.
+    tree = DraftTree.from_paths(root, [[decoy, ids[0]], true_ids])
+    true_path = _path_of(tree, true_ids)
+    result = VerifyResult(tuple(true_path), tuple(true_ids), next_id)
+    try:
+        if in_rounds:
+            target.forward([Segment(sequence, prefix, None)])
+            prefix = ()
+        logits = target.forward([Segment(sequence, prefix, tree)]).tree_logits()
+        for depth, node in enumerate((0, *true_path)):
+            where = f"a drafted node at depth {depth}" if depth else "the root of a draft tree"
+            _compare(target, logits[node], reference[num_prefix + depth], where)
+        sequence.output_ids.extend(result.emitted_ids)
+        target.commit(sequence, result)
+        logits = target.forward([Segment(sequence, (), DraftTree.root_only(next_id))]).tree_logits()
+        _compare(target, logits[0], reference[num_prefix + 3], "the step after a rollback")
+    finally:
+        target.release(sequence)
+
+
+def check_rounds(target: HuggingFaceTarget, reference: Tensor) -> None:
+    """Check a prompt with a tree behind it, then decoding rounds that begin at different positions.
+
+    The second time around, captured forwards are replayed with other values than those of their capture.
 
     Args:
         target: to be checked.
@@ -73,23 +118,9 @@ def check_target(target: HuggingFaceTarget, reference: Tensor) -> None:
     Raises:
         IncompatibleModelError: the logits differ by more than rounding.
     """
-    ids = _probe_ids(target)
-    sequence = Sequence(ids[:3], SamplingParameters(), frozenset(), 1 << 20, seed=0)
-    decoy = ids[5] if ids[5] != ids[3] else ids[4]
-    # Breadth-first order puts a decoy before each true node, so the accepted path is not contiguous.
-    tree = DraftTree.from_paths(ids[2], [[decoy, ids[0]], [ids[3], ids[4]]])
-    output = target.forward([Segment(sequence, tuple(ids[:2]), tree)])
-    true_path = _path_of(tree, ids[3:5])
-    logits = output.tree_logits()
-    _compare(target, logits[0], reference[2], "the root of a draft tree")
-    for node, position in zip(true_path, (3, 4), strict=True):
-        _compare(target, logits[node], reference[position], f"a drafted node at depth {position - 2}")
-    result = VerifyResult(tuple(true_path), tuple(ids[3:5]), ids[5])
-    sequence.output_ids.extend(result.emitted_ids)
-    target.commit(sequence, result)
-    output = target.forward([Segment(sequence, (), DraftTree.root_only(ids[5]))])
-    _compare(target, output.tree_logits()[0], reference[5], "the step after a rollback")
-    target.release(sequence)
+    check_target(target, reference)
+    for num_prefix in (2, 1):
+        check_target(target, reference, num_prefix=num_prefix, in_rounds=True)
 
 
 def _probe_ids(target: HuggingFaceTarget) -> list[int]:
