@@ -84,16 +84,6 @@ class Decoder {
  private:
   static int stride_of(int size) { return padded(size); }
 
-  // One product, threads taking pairs of columns as they get to them.
-  template <class T, class Epilogue>
-  void product(const Linear& linear, const T* rows, int stride, int num_rows, Epilogue&& epilogue) {
-    const int pairs = num_pairs(linear), chunk = std::max(1, pairs / (8 * pool_->size()));
-    for (int begin, end; pool_->take(pairs, chunk, begin, end);)
-      for (int pair = begin; pair < end; pair++)
-        multiply_pair<T>(linear, rows, stride, num_rows, pair,
-                         [&](int row, v16f left, v16f right) { epilogue(row, pair, left, right); });
-  }
-
   template <class T>
   void multiply_as(const Linear& linear, const void* input, int num_rows, void* out, Scratch<T>& scratch) {
     const int stride = stride_of(linear.in), rows_up = (num_rows + 15) / 16 * 16;
@@ -103,9 +93,9 @@ class Decoder {
                   linear.in * sizeof(T));
       std::memset(rows + size_t(row) * stride + linear.in, 0, (stride - linear.in) * sizeof(T));
     }
-    pool_->run([&](int) {
+    pool_->run([&](int thread) {
       open_tiles();
-      product<T>(linear, rows, stride, num_rows, [&](int row, int pair, v16f left, v16f right) {
+      multiply_share<T>(*pool_, thread, linear, rows, stride, num_rows, nullptr, [&](int row, int pair, v16f left, v16f right) {
         T* to = static_cast<T*>(out) + size_t(row) * linear.out + pair * PAIR;
         const int room = linear.out - pair * PAIR;
         if (room >= PAIR) {
@@ -183,7 +173,8 @@ class Decoder {
                   s.normed_mlp + size_t(row) * s.hidden_stride);
     });
     pool_->barrier();
-    product<T>(layer.qkv, s.normed, s.hidden_stride, rows, [&](int row, int pair, v16f left, v16f right) {
+    multiply_share<T>(*pool_, thread, layer.qkv, s.normed, s.hidden_stride, rows, &layer.attention_out,
+                      [&](int row, int pair, v16f left, v16f right) {
       float* to = s.qkv + size_t(row) * s.qkv_stride + pair * PAIR;
       store(to, left);
       store(to + LANES, right);
@@ -193,7 +184,7 @@ class Decoder {
     pool_->barrier();
     attend<T>(call, s, layer, number, thread);
     pool_->barrier();
-    add_branch(call, s, layer.attention_out, s.attended, s.width_stride, layer.after_attention, thread);
+    add_branch(call, s, layer.attention_out, s.attended, s.width_stride, layer.after_attention, &layer.mlp_in, thread);
     pool_->barrier();
     if (!m.is_parallel) {
       each_row(call, thread, [&](int row) {
@@ -202,7 +193,7 @@ class Decoder {
       });
       pool_->barrier();
     }
-    product<T>(layer.mlp_in, s.normed_mlp, s.hidden_stride, rows,
+    multiply_share<T>(*pool_, thread, layer.mlp_in, s.normed_mlp, s.hidden_stride, rows, &layer.mlp_out,
                [&](int row, int pair, v16f left, v16f right) {
                  T* to = s.inner + size_t(row) * s.inner_stride;
                  if (m.is_gated) {
@@ -213,16 +204,17 @@ class Decoder {
                  }
                });
     pool_->barrier();
-    add_branch(call, s, layer.mlp_out, s.inner, s.inner_stride, layer.after_mlp, thread);
+    add_branch(call, s, layer.mlp_out, s.inner, s.inner_stride, layer.after_mlp,
+               number + 1 < m.num_layers ? &layers_[number + 1].qkv : nullptr, thread);
     pool_->barrier();
   }
 
   // residual += norm(input * weights)
   template <class T>
   void add_branch(const Forward& call, State<T>& s, const Linear& linear, const T* input, int stride,
-                  const Norm& norm, int thread) {
+                  const Norm& norm, const Linear* following, int thread) {
     const int size = model_.hidden_size;
-    product<T>(linear, input, stride, call.rows.num_rows, [&](int row, int pair, v16f left, v16f right) {
+    multiply_share<T>(*pool_, thread, linear, input, stride, call.rows.num_rows, following, [&](int row, int pair, v16f left, v16f right) {
       const int column = pair * PAIR;
       if (norm.weight) {
         float* to = s.branch + size_t(row) * s.hidden_stride + column;
@@ -293,9 +285,9 @@ class Decoder {
   template <class T>
   void attend(const Forward& call, State<T>& s, const Layer& layer, int number, int thread) {
     const int heads = model_.attention.num_kv_heads, total = int(s.blocks.size()) * heads;
-    for (int begin, end; pool_->take(total, 1, begin, end);) {
-      const auto [first, last] = s.blocks[begin / heads];
-      const int head = begin % heads;
+    for (int task = thread; task < total; task = pool_->next_chunk()) {
+      const auto [first, last] = s.blocks[task / heads];
+      const int head = task % heads;
       const size_t at = cache_offset(call, call.rows.slot[first], head);
 #if defined(PACELINE_AMX)
       if constexpr (sizeof(T) == 2)
@@ -317,12 +309,16 @@ class Decoder {
   // Neighbouring rows of a slot that attend together: enough queries to reuse a loaded key, enough blocks for
   // all threads.
   std::vector<std::pair<int, int>> row_blocks(const Rows& rows) {
-    const int group = model_.attention.num_heads / model_.attention.num_kv_heads;
-    int queries = 24;
+    const AttentionShape& a = model_.attention;
+    int longest = std::max(1, 24 / (a.num_heads / a.num_kv_heads));
 #if defined(PACELINE_AMX)
-    if (!tile_attention_.empty()) queries = LANES;
+    if (!tile_attention_.empty()) {
+      // Values are prepared once per block of rows, so the fewer the better.
+      const int tile = TileAttention::rows_per_tile(a);
+      const int shares = (2 * pool_->size() + a.num_kv_heads - 1) / a.num_kv_heads;
+      longest = std::max(tile, (rows.num_rows / shares + tile - 1) / tile * tile);
+    }
 #endif
-    const int longest = std::max(1, queries / group);
     std::vector<std::pair<int, int>> blocks;
     for (int first = 0; first < rows.num_rows;) {
       int last = first + 1;

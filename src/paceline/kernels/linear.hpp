@@ -7,7 +7,10 @@
 //         row by row, of AVX-512's dot product of bf16 pairs. `in` is padded to a multiple of 32 with zeros.
 // A pair of columns is read from memory once, in order, however many rows there are.
 #pragma once
+#include <algorithm>
+
 #include "simd.hpp"
+#include "threads.hpp"
 #if defined(__AMX_BF16__) && defined(__linux__)
 #define PACELINE_AMX 1
 #include <sys/syscall.h>
@@ -25,7 +28,34 @@ struct Linear {
   int32_t out;
 };
 
+// Bytes of one pair of columns.
+template <class T>
+size_t pair_bytes(const Linear& linear) {
+  return size_t(sizeof(T) == 2 ? (linear.in + PAIR - 1) / PAIR * PAIR : linear.in) * PAIR * sizeof(T);
+}
+
+// Weights that are needed next, asked for a few lines at a time while others are in use: memory would be idle
+// whenever the arithmetic of many rows, or a phase without weights, keeps the processor busy.
+struct Ahead {
+  const char* at = nullptr;
+  const char* end = nullptr;
+  void fetch(int lines) {
+    const char* last = at + lines * 64 < end ? at + lines * 64 : end;
+    for (; at < last; at += 64) __builtin_prefetch(at, 0, 2);
+  }
+};
+
 inline int num_pairs(const Linear& linear) { return (linear.out + PAIR - 1) / PAIR; }
+// Pairs of columns that a thread takes at once.
+inline int chunk_of(const Linear& linear, const Pool& pool) {
+  return std::max(1, num_pairs(linear) / (8 * pool.size()));
+}
+template <class T>
+Ahead ahead_of(const Linear& linear, int pair) {
+  if (pair >= num_pairs(linear)) return {};
+  const char* at = static_cast<const char*>(linear.weights) + pair * pair_bytes<T>(linear);
+  return {at, at + pair_bytes<T>(linear)};
+}
 inline int padded(int in) { return (in + PAIR - 1) / PAIR * PAIR; }
 
 // ---- AMX -------------------------------------------------------------------------------------------------
@@ -53,19 +83,16 @@ inline void open_tiles() {
 inline void close_tiles() {
   if (has_amx()) _tile_release();
 }
-
-// Ask for the weights a few steps ahead: tile loads alone leave the memory idle between them.
-inline void fetch(const char* at) {
-  constexpr int AHEAD = 8192;
-  for (int line = 0; line < 2048; line += 64) _mm_prefetch(at + AHEAD + line, _MM_HINT_T0);
-}
+// The compiler does not know that tile loads read memory: what was just written must be written before them.
+inline void settle() { asm volatile("" ::: "memory"); }
 
 // Activations must be readable up to a multiple of 16 rows.
 template <class Epilogue>
-void multiply_amx(const Linear& linear, const bf16* rows, int stride, int num_rows, int pair,
+void multiply_amx(const Linear& linear, const bf16* rows, int stride, int num_rows, int pair, Ahead& ahead,
                   Epilogue&& epilogue) {
   const int steps = padded(linear.in) / PAIR;
   const char* weights = static_cast<const char*>(linear.weights) + size_t(pair) * steps * 2048;
+  const int lines = 32 / ((num_rows + 31) / 32) + 1;
   alignas(64) float sums[4][256];
   for (int first = 0; first < num_rows; first += 32) {
     const bool two = num_rows - first > 16;
@@ -77,7 +104,7 @@ void multiply_amx(const Linear& linear, const bf16* rows, int stride, int num_ro
       _tile_zero(2);
       _tile_zero(3);
       for (int step = 0; step < steps; step++) {
-        if (first == 0) fetch(weights + size_t(step) * 2048);
+        ahead.fetch(lines);
         _tile_loadd(6, weights + size_t(step) * 2048, 64);
         _tile_loadd(4, upper + step * PAIR, stride * 2);
         _tile_loadd(7, weights + size_t(step) * 2048 + 1024, 64);
@@ -91,7 +118,7 @@ void multiply_amx(const Linear& linear, const bf16* rows, int stride, int num_ro
       _tile_stored(3, sums[3], 64);
     } else {
       for (int step = 0; step < steps; step++) {
-        fetch(weights + size_t(step) * 2048);
+        ahead.fetch(lines);
         _tile_loadd(6, weights + size_t(step) * 2048, 64);
         _tile_loadd(7, weights + size_t(step) * 2048 + 1024, 64);
         _tile_loadd(4, upper + step * PAIR, stride * 2);
@@ -196,7 +223,7 @@ void multiply_vectors(const Linear& linear, const T* rows, int stride, int num_r
 
 // epilogue(row, left, right): sums of columns [32 pair, 32 pair + 16) and the sixteen behind, bias included.
 template <class T, class Epilogue>
-void multiply_pair(const Linear& linear, const T* rows, int stride, int num_rows, int pair,
+void multiply_pair(const Linear& linear, const T* rows, int stride, int num_rows, int pair, Ahead& ahead,
                    Epilogue&& epilogue) {
   auto with_bias = [&](int row, v16f left, v16f right) {
     if (linear.bias) {
@@ -207,9 +234,30 @@ void multiply_pair(const Linear& linear, const T* rows, int stride, int num_rows
   };
 #if defined(PACELINE_AMX)
   if constexpr (sizeof(T) == 2)
-    if (has_amx()) return multiply_amx(linear, rows, stride, num_rows, pair, with_bias);
+    if (has_amx()) return multiply_amx(linear, rows, stride, num_rows, pair, ahead, with_bias);
 #endif
   multiply_vectors<T>(linear, rows, stride, num_rows, pair, with_bias);
+}
+
+// This thread's share of a product. While a pair of columns is in use the next one is fetched, after the last
+// one the first of the product that `following` begins with.
+template <class T, class Epilogue>
+void multiply_share(Pool& pool, int thread, const Linear& linear, const T* rows, int stride, int num_rows,
+                    const Linear* following, Epilogue&& epilogue) {
+  const int pairs = num_pairs(linear), chunk = chunk_of(linear, pool);
+  int begin = thread * chunk;
+  while (begin < pairs) {
+    const int next = pool.next_chunk() * chunk, end = std::min(begin + chunk, pairs);
+    for (int pair = begin; pair < end; pair++) {
+      Ahead ahead;
+      if (pair + 1 < end) ahead = ahead_of<T>(linear, pair + 1);
+      else if (next < pairs) ahead = ahead_of<T>(linear, next);
+      else if (following) ahead = ahead_of<T>(*following, thread * chunk_of(*following, pool));
+      multiply_pair<T>(linear, rows, stride, num_rows, pair, ahead,
+                       [&](int row, v16f left, v16f right) { epilogue(row, pair, left, right); });
+    }
+    begin = next;
+  }
 }
 
 }  // namespace paceline

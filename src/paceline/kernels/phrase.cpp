@@ -67,7 +67,7 @@ class PhraseDrafter {
       open_tiles();
       each_row([&](int row) { read_inputs(call, row, state + size_t(row) * widest_); });
       for (int layer = 0; layer < head_.depth; layer++) {
-        product<float>(pool, layers_[layer], state, widest_, call.num_rows, update, widest_);
+        product<float>(pool, thread, layers_[layer], state, widest_, call.num_rows, update, widest_);
         each_row([&](int row) {
           advance(layer, state + size_t(row) * widest_, update + size_t(row) * widest_);
           if (layer + 1 == head_.depth)
@@ -77,10 +77,10 @@ class PhraseDrafter {
         });
       }
       if (head_.output_dtype == 1)
-        product<bf16>(pool, head_.output, narrow_state, padded(head_.output.in), call.num_rows, scores,
+        product<bf16>(pool, thread, head_.output, narrow_state, padded(head_.output.in), call.num_rows, scores,
                       scores_stride);
       else
-        product<float>(pool, head_.output, state, widest_, call.num_rows, scores, scores_stride);
+        product<float>(pool, thread, head_.output, state, widest_, call.num_rows, scores, scores_stride);
       close_tiles();
       each_row([&](int row) { choose(call, row, scores + size_t(row) * scores_stride, running_[thread]); });
     });
@@ -96,16 +96,14 @@ class PhraseDrafter {
   };
 
   template <class T>
-  void product(Pool& pool, const Linear& linear, const T* rows, int stride, int num_rows, float* out,
+  void product(Pool& pool, int thread, const Linear& linear, const T* rows, int stride, int num_rows, float* out,
                int out_stride) {
-    const int pairs = num_pairs(linear), chunk = std::max(1, pairs / (8 * pool.size()));
-    for (int begin, end; pool.take(pairs, chunk, begin, end);)
-      for (int pair = begin; pair < end; pair++)
-        multiply_pair<T>(linear, rows, stride, num_rows, pair, [&](int row, v16f left, v16f right) {
-          float* to = out + size_t(row) * out_stride + pair * PAIR;
-          store(to, left);
-          store(to + LANES, right);
-        });
+    multiply_share<T>(pool, thread, linear, rows, stride, num_rows, nullptr,
+                      [&](int row, int pair, v16f left, v16f right) {
+                        float* to = out + size_t(row) * out_stride + pair * PAIR;
+                        store(to, left);
+                        store(to + LANES, right);
+                      });
     pool.barrier();
   }
 

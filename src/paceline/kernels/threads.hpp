@@ -38,7 +38,7 @@ class Pool {
   // Run job(thread) on every thread and wait for all. Callers of several threads wait for each other.
   void run(const std::function<void(int)>& job) {
     std::lock_guard<std::mutex> turn(turns_);
-    next_.store(0);
+    next_.store(num_threads_);
     if (num_threads_ > 1) {
       std::lock_guard<std::mutex> lock(mutex_);
       job_ = &job;
@@ -49,16 +49,16 @@ class Pool {
     barrier();
   }
 
-  // All threads wait here for each other; the work counter starts anew.
+  // All threads wait here for each other; the chunks are counted anew.
   void barrier() {
     if (num_threads_ == 1) {
-      next_.store(0, std::memory_order_relaxed);
+      next_.store(num_threads_, std::memory_order_relaxed);
       return;
     }
     int phase = phase_.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == num_threads_ - 1) {
       arrived_.store(0, std::memory_order_relaxed);
-      next_.store(0, std::memory_order_relaxed);
+      next_.store(num_threads_, std::memory_order_relaxed);
       phase_.store(phase + 1, std::memory_order_release);
       return;
     }
@@ -68,12 +68,9 @@ class Pool {
     }
   }
 
-  // Take the next chunk of work of this phase: true with [begin, end) while there is any left.
-  bool take(int total, int chunk, int& begin, int& end) {
-    begin = next_.fetch_add(chunk, std::memory_order_relaxed);
-    end = begin + chunk < total ? begin + chunk : total;
-    return begin < total;
-  }
+  // Number of a chunk of this phase's work that no thread has yet. Every thread begins with the chunk of its own
+  // number, so that it knows what it will need before the phase begins.
+  int next_chunk() { return next_.fetch_add(1, std::memory_order_relaxed); }
 
  private:
   static void relax() {

@@ -1,9 +1,12 @@
 // Attention with AMX tiles, for bf16: the same rows and the same sums as attention.hpp describes, 32 positions and
 // up to 16 queries at a time.
 //
-// Keys are the left operand as they lie in the cache, so scores come out as [positions][queries] and are turned once;
-// a softmax then runs over the positions of one query. Blocks start at multiples of 32 positions of the text: a row
-// gets the same bits wherever its ancestors lie.
+// Keys are the left operand as they lie in the cache, so scores come out as [places][queries] and are turned once.
+// Every place of the cache is scored, those of other branches of a draft tree too: that costs less than gathering
+// each row's own path, whose scores are then picked into the order of the text. A softmax runs over the positions
+// of one query. Values are added in blocks of 32 positions of the text, which are tile products as long as they are
+// whole, and position by position in the last, unfinished block: what is added in which order depends on a row's
+// position alone, so it gets the same bits wherever its ancestors lie.
 #pragma once
 #include <vector>
 
@@ -47,45 +50,92 @@ inline __m512i pair_up(__m256i even, __m256i odd) {
   return _mm512_or_si512(_mm512_cvtepu16_epi32(even), _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
 }
 
+// A line of a tile, one cache line.
+struct alignas(64) Line {
+  uint32_t words[LANES];
+};
+
 class TileAttention {
  public:
   static bool fits(const AttentionShape& shape) {
-    return has_amx() && shape.head_dim % BLOCK == 0 && shape.head_dim <= 256 &&
-           shape.num_heads / shape.num_kv_heads <= LANES;
+    return has_amx() && shape.head_dim % BLOCK == 0 && shape.head_dim <= 256 && group_of(shape) <= LANES;
   }
+  // Rows whose queries of one kv head fill the columns of a tile.
+  static int rows_per_tile(const AttentionShape& shape) { return LANES / group_of(shape); }
 
-  // As Attention::run; at most 16 queries.
+  // As Attention::run, for any number of rows of one slot.
   void run(const AttentionShape& shape, const Rows& rows, int first, int last, int kv_head, int window,
            const bf16* keys, const bf16* values, const float* queries, int query_stride, bf16* out,
            int out_stride) {
-    const int group = shape.num_heads / shape.num_kv_heads, dim = shape.head_dim;
-    load_queries(queries + size_t(first) * query_stride + kv_head * group * dim, query_stride, last - first,
-                 group, dim);
+    const int group = group_of(shape), dim = shape.head_dim, heads_at = kv_head * group * dim;
     find_blocks(rows, first, last, window);
-    prepare(dim);
-    for (size_t block = 0; block < blocks_.size(); block++) score(block, keys, dim);
-    float totals[LANES];
-    std::memset(weights_.data(), 0, weights_.size() * sizeof(Line));
-    for (int q = 0; q < (last - first) * group; q++)
-      totals[q] = softmax(shape, q, first + q / group, seen_from_[q / group], rows.position[first + q / group]);
-    add_values(values, dim);
-    for (int q = 0; q < (last - first) * group; q++) {
-      bf16* to = out + size_t(first + q / group) * out_stride + (kv_head * group + q % group) * dim;
-      const float factor = 1.0f / totals[q];
-      for (int d = 0; d < dim; d += LANES) store(to + d, load(sums_.data() + q * dim + d) * factor);
+    turn_values(values, dim);
+    for (int row = first; row < last; row += rows_per_tile(shape)) {
+      const int end = std::min(row + rows_per_tile(shape), last);
+      load_queries(queries + size_t(row) * query_stride + heads_at, query_stride, end - row, group, dim);
+      for (int block = 0; block < num_blocks_; block++) score(block, keys, dim);
+      for (int q = 0; q < (end - row) * group; q++) weigh(shape, rows, row + q / group, q, window);
+      add_whole_blocks(rows, row, end, group, values, dim);
+      for (int r = row; r < end; r++)
+        finish(rows, r, (r - row) * group, group, values, dim, out + size_t(r) * out_stride + heads_at);
     }
   }
 
  private:
-  // 32 positions of the text from `base` on, as all rows see them (row -1) or one row does.
-  struct Block {
-    int base, row;
-    int32_t places[BLOCK];  // Where they lie in the cache; for one row only.
-  };
+  static int group_of(const AttentionShape& shape) { return shape.num_heads / shape.num_kv_heads; }
+
+  static int first_seen(const Rows& rows, int row, int window) {
+    return window > 0 ? std::max(0, rows.position[row] + 1 - window) : 0;
+  }
+  // Where a position of a row's text lies in the cache.
+  static int place(const Rows& rows, int row, int j) {
+    return j < rows.num_shared[row] ? j : rows.tail[rows.tail_start[row] + j - rows.num_shared[row]];
+  }
+  // Whole blocks of a row's text, counted from position 0, and those of them that lie in order.
+  static int num_whole(const Rows& rows, int row) { return (rows.position[row] + 1) / BLOCK; }
+  static int num_in_order(const Rows& rows, int row) {
+    return std::min(num_whole(rows, row), rows.num_shared[row] / BLOCK);
+  }
+
+  // Blocks of places that these rows see, and those of them that hold values in the order of the text.
+  void find_blocks(const Rows& rows, int first, int last, int window) {
+    int low = first_seen(rows, first, window), high = 0, in_order = 0;
+    for (int row = first; row < last; row++) {
+      low = std::min(low, first_seen(rows, row, window));
+      high = std::max(high, place(rows, row, rows.position[row]));
+      in_order = std::max(in_order, num_in_order(rows, row));
+    }
+    first_block_ = low / BLOCK;
+    num_blocks_ = high / BLOCK + 1 - first_block_;
+    num_turned_ = std::max(0, in_order - first_block_);
+    score_stride_ = num_blocks_ * BLOCK;
+    grow(scores_, size_t(LANES) * score_stride_);
+    grow(weights_, size_t(LANES) * std::max(num_turned_, 1));
+  }
+  template <class T>
+  static void grow(std::vector<T>& items, size_t size) {
+    if (items.size() < size) items.resize(size);
+  }
+
+  // Values of the blocks in order, as right operands: [block][dim / 16] tiles of [16 pairs of positions][16 dims].
+  void turn_values(const bf16* values, int dim) {
+    grow(value_tiles_, size_t(num_turned_) * dim);
+    for (int block = 0; block < num_turned_; block++) {
+      const bf16* from = values + size_t(first_block_ + block) * BLOCK * dim;
+      for (int i = 0; i < LANES; i++)
+        turn_pair(from + size_t(2 * i) * dim, from + size_t(2 * i + 1) * dim, dim,
+                  value_tiles_.data() + size_t(block) * dim + i);
+    }
+  }
+  static void turn_pair(const bf16* even, const bf16* odd, int dim, Line* to) {
+    for (int d = 0; d < dim; d += LANES, to += LANES)
+      _mm512_store_si512(to, pair_up(_mm256_loadu_si256((const __m256i*)(even + d)),
+                                     _mm256_loadu_si256((const __m256i*)(odd + d))));
+  }
 
   // Queries become columns: [dim / 32] tiles of [16 pairs of dims][16 queries].
   void load_queries(const float* queries, int stride, int num_rows, int group, int dim) {
-    query_tiles_.resize(dim / BLOCK * LANES);
+    grow(query_tiles_, size_t(dim) / BLOCK * LANES);
     for (int step = 0; step < dim / BLOCK; step++) {
       __m512i lines[LANES];
       for (int q = 0; q < LANES; q++) {
@@ -97,49 +147,14 @@ class TileAttention {
       }
       transpose(lines, reinterpret_cast<__m512i*>(query_tiles_.data() + step * LANES));
     }
+    // Lines of queries that a block does not hold whole, or that are not there, count for nothing.
+    std::memset(weights_.data(), 0, size_t(num_turned_) * LANES * sizeof(Line));
   }
 
-  void find_blocks(const Rows& rows, int first, int last, int window) {
-    int low = rows.position[first], shared = rows.num_shared[first];
-    for (int row = first; row < last; row++) {
-      seen_from_[row - first] = window > 0 ? std::max(0, rows.position[row] + 1 - window) : 0;
-      low = std::min(low, seen_from_[row - first]);
-      shared = std::min(shared, rows.num_shared[row]);
-    }
-    low = low / BLOCK * BLOCK;
-    shared = std::max(shared / BLOCK * BLOCK, low);
-    blocks_.clear();
-    for (int base = low; base < shared; base += BLOCK) blocks_.push_back({base, -1, {}});
-    for (int row = first; row < last; row++)
-      for (int base = shared; base <= rows.position[row]; base += BLOCK) {
-        blocks_.push_back({base, row, {}});
-        for (int i = 0; i < BLOCK; i++) blocks_.back().places[i] = place(rows, row, base + i);
-      }
-  }
-
-  void prepare(int dim) {
-    scores_.resize(blocks_.size() * BLOCK * LANES);
-    weights_.resize(blocks_.size() * LANES);
-    sums_.resize(size_t(LANES) * dim);
-    gathered_.resize(size_t(BLOCK) * dim);
-    value_tiles_.resize(size_t(dim / LANES) * LANES);
-  }
-
-  // Positions behind the row's own count for nothing; they read its own place.
-  static int place(const Rows& rows, int row, int position) {
-    const int j = std::min(position, rows.position[row]);
-    return j < rows.num_shared[row] ? j : rows.tail[rows.tail_start[row] + j - rows.num_shared[row]];
-  }
-
-  // One block of scores as [queries][positions].
-  void score(size_t number, const bf16* keys, int dim) {
-    const Block& block = blocks_[number];
-    const bf16* from = keys + size_t(block.base) * dim;
-    if (block.row >= 0) {
-      for (int i = 0; i < BLOCK; i++)
-        std::memcpy(gathered_.data() + i * dim, keys + size_t(block.places[i]) * dim, dim * 2);
-      from = gathered_.data();
-    }
+  // Scores of one block of places, for all queries: [queries][places].
+  void score(int block, const bf16* keys, int dim) {
+    const bf16* from = keys + size_t(first_block_ + block) * BLOCK * dim;
+    settle();
     _tile_zero(0);
     _tile_zero(1);
     for (int step = 0; step < dim / BLOCK; step++) {
@@ -152,102 +167,109 @@ class TileAttention {
     __m512i raw[BLOCK], turned[LANES];
     _tile_stored(0, raw, 64);
     _tile_stored(1, raw + LANES, 64);
-    float* to = scores_.data() + number * BLOCK * LANES;
     for (int half = 0; half < 2; half++) {
       transpose(raw + half * LANES, turned);
-      for (int q = 0; q < LANES; q++) _mm512_storeu_si512(to + q * BLOCK + half * LANES, turned[q]);
+      float* to = scores_.data() + block * BLOCK + half * LANES;
+      for (int q = 0; q < LANES; q++) _mm512_storeu_si512(to + size_t(q) * score_stride_, turned[q]);
     }
   }
 
-  // Scores of one query over the positions [first, last] become weights, line `q` of every block's tile; returns their
-  // sum.
-  float softmax(const AttentionShape& shape, int q, int row, int first, int last) {
+  // Scores of one query become weights: those of whole blocks in order as lines of tiles, all of them as floats.
+  void weigh(const AttentionShape& shape, const Rows& rows, int row, int q, int window) {
+    const int base = first_block_ * BLOCK, first = first_seen(rows, row, window) - base;
+    const int end = rows.position[row] + 1 - base;
+    float* scores = scores_.data() + size_t(q) * score_stride_;
+    // A node lies at or behind its position, and behind its parent: nothing is overwritten before it is read.
+    for (int j = rows.num_shared[row] - base; j < end; j++) scores[j] = scores[place(rows, row, j + base) - base];
     const v16i lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const v16f lowest = splat(-3.0e38f);
     v16f most = lowest;
-    for (size_t number = 0; number < blocks_.size(); number++) {
-      if (blocks_[number].row >= 0 && blocks_[number].row != row) continue;
-      float* at = scores_.data() + number * BLOCK * LANES + q * BLOCK;
-      for (int half = 0; half < BLOCK; half += LANES) {
-        v16f s = load(at + half) * shape.scale;
-        if (shape.soft_cap > 0) s = hyperbolic_tangent(s / shape.soft_cap) * shape.soft_cap;
-        const v16i position = lanes + (blocks_[number].base + half);
-        s = (position >= first) & (position <= last) ? s : lowest;
-        store(at + half, s);
-        most = maximum(most, s);
-      }
+    for (int j = 0; j < end; j += LANES) {
+      v16f s = load(scores + j) * shape.scale;
+      if (shape.soft_cap > 0) s = hyperbolic_tangent(s / shape.soft_cap) * shape.soft_cap;
+      if (j < first || j + LANES > end) s = (lanes + j >= first) & (lanes + j < end) ? s : lowest;
+      store(scores + j, s);
+      most = maximum(most, s);
     }
     const float highest = maximum(most);
     v16f total = {};
-    for (size_t number = 0; number < blocks_.size(); number++) {
-      if (blocks_[number].row >= 0 && blocks_[number].row != row) continue;
-      const float* at = scores_.data() + number * BLOCK * LANES + q * BLOCK;
-      v16f halves[2];
-      for (int half = 0; half < 2; half++) {
-        const v16f s = load(at + half * LANES);
-        halves[half] = s > lowest ? exponential(s - highest) : v16f{};
-        total += halves[half];
-      }
-      const __m512bh narrowed = _mm512_cvtne2ps_pbh((__m512)halves[1], (__m512)halves[0]);
-      std::memcpy(&weights_[number * LANES + q], &narrowed, 64);
+    for (int j = 0; j < end; j += LANES) {
+      v16f weight = exponential(load(scores + j) - highest);
+      if (j < first || j + LANES > end) weight = (lanes + j >= first) & (lanes + j < end) ? weight : v16f{};
+      store(scores + j, weight);
+      total += weight;
     }
-    return sum(total);
+    totals_[q] = sum(total);
+    for (int block = 0; block < num_in_order(rows, row) - first_block_; block++)
+      narrow(scores + block * BLOCK, &weights_[size_t(block) * LANES + q]);
+  }
+  static void narrow(const float* weights, Line* to) {
+    const __m512bh narrowed = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(weights + LANES), _mm512_loadu_ps(weights));
+    std::memcpy(to, &narrowed, 64);
   }
 
-  // sums[q] = sum over positions of weight * value.
-  void add_values(const bf16* values, int dim) {
-    for (int column = 0; column < dim; column += 4 * LANES) {
-      const int tiles = std::min(4, (dim - column) / LANES);
+  // sums[q] = sum over the positions of whole blocks of weight * value.
+  void add_whole_blocks(const Rows& rows, int first, int last, int group, const bf16* values, int dim) {
+    grow(sums_, size_t(LANES) * dim);
+    for (int column = 0; column < dim; column += 2 * LANES) {
       _tile_zero(0);
       _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-      for (size_t number = 0; number < blocks_.size(); number++) {
-        const Block& block = blocks_[number];
-        const bf16* from = values + size_t(block.base) * dim + column;
-        for (int i = 0; i < LANES; i++) {
-          const bf16 *even = from + size_t(2 * i) * dim, *odd = even + dim;
-          if (block.row >= 0) {
-            even = values + size_t(block.places[2 * i]) * dim + column;
-            odd = values + size_t(block.places[2 * i + 1]) * dim + column;
-          }
-          for (int tile = 0; tile < tiles; tile++)
-            _mm512_store_si512(&value_tiles_[tile * LANES + i],
-                               pair_up(_mm256_loadu_si256((const __m256i*)(even + tile * LANES)),
-                                       _mm256_loadu_si256((const __m256i*)(odd + tile * LANES))));
+      for (int block = 0; block < num_turned_; block++)
+        add_block(&weights_[size_t(block) * LANES], &value_tiles_[size_t(block) * dim + column]);
+      for (int row = first; row < last; row++)
+        for (int block = std::max(num_in_order(rows, row), first_block_); block < num_whole(rows, row); block++)
+          add_scattered(rows, row, (row - first) * group, group, block, values, dim, column);
+      _tile_stored(0, sums_.data() + column, dim * 4);
+      _tile_stored(1, sums_.data() + column + LANES, dim * 4);
+    }
+  }
+  // Two tiles of values, 32 columns, under one tile of weights.
+  static void add_block(const Line* weights, const Line* values) {
+    settle();
+    _tile_loadd(4, weights, 64);
+    _tile_loadd(5, values, 64);
+    _tile_loadd(6, values + LANES, 64);
+    _tile_dpbf16ps(0, 4, 5);
+    _tile_dpbf16ps(1, 4, 6);
+  }
+  // A whole block of one row with nodes of a draft tree in it, which may lie anywhere.
+  void add_scattered(const Rows& rows, int row, int q, int group, int block, const bf16* values, int dim,
+                     int column) {
+    Line weights[LANES] = {}, tiles[2 * LANES];
+    for (int i = 0; i < group; i++)
+      narrow(scores_.data() + size_t(q + i) * score_stride_ + (block - first_block_) * BLOCK, &weights[q + i]);
+    for (int i = 0; i < LANES; i++) {
+      const bf16* even = values + size_t(place(rows, row, block * BLOCK + 2 * i)) * dim + column;
+      const bf16* odd = values + size_t(place(rows, row, block * BLOCK + 2 * i + 1)) * dim + column;
+      turn_pair(even, odd, 2 * LANES, tiles + i);
+    }
+    add_block(weights, tiles);
+  }
+
+  // The unfinished block of a row, then its results.
+  void finish(const Rows& rows, int row, int q, int group, const bf16* values, int dim, bf16* out) {
+    const int begin = std::max(num_whole(rows, row), first_block_) * BLOCK;
+    for (int i = 0; i < group; i++) {
+      const float* weights = scores_.data() + size_t(q + i) * score_stride_ - first_block_ * BLOCK;
+      const float factor = 1.0f / totals_[q + i];
+      for (int column = 0; column < dim; column += BLOCK) {
+        float* sums = sums_.data() + (q + i) * dim + column;
+        v16f left = load(sums), right = load(sums + LANES);
+        for (int j = begin; j <= rows.position[row]; j++) {
+          const bf16* value = values + size_t(place(rows, row, j)) * dim + column;
+          left += weights[j] * load(value);
+          right += weights[j] * load(value + LANES);
         }
-        _tile_loadd(4, weights_.data() + number * LANES, 64);
-        _tile_loadd(5, value_tiles_.data(), 64);
-        _tile_dpbf16ps(0, 4, 5);
-        if (tiles > 1) {
-          _tile_loadd(6, value_tiles_.data() + LANES, 64);
-          _tile_dpbf16ps(1, 4, 6);
-        }
-        if (tiles > 2) {
-          _tile_loadd(5, value_tiles_.data() + 2 * LANES, 64);
-          _tile_dpbf16ps(2, 4, 5);
-        }
-        if (tiles > 3) {
-          _tile_loadd(6, value_tiles_.data() + 3 * LANES, 64);
-          _tile_dpbf16ps(3, 4, 6);
-        }
+        store(out + i * dim + column, left * factor);
+        store(out + i * dim + column + LANES, right * factor);
       }
-      float* to = sums_.data() + column;
-      _tile_stored(0, to, dim * 4);
-      if (tiles > 1) _tile_stored(1, to + LANES, dim * 4);
-      if (tiles > 2) _tile_stored(2, to + 2 * LANES, dim * 4);
-      if (tiles > 3) _tile_stored(3, to + 3 * LANES, dim * 4);
     }
   }
 
-  struct alignas(64) Line {
-    uint32_t words[LANES];
-  };
-  std::vector<Block> blocks_;
-  int seen_from_[LANES];
+  int first_block_ = 0, num_blocks_ = 0, num_turned_ = 0, score_stride_ = 0;
+  float totals_[LANES];
   std::vector<Line> query_tiles_, weights_, value_tiles_;
   std::vector<float> scores_, sums_;
-  std::vector<bf16> gathered_;
 };
 
 }  // namespace paceline

@@ -31,6 +31,8 @@ from paceline.tree import DraftTree
 
 ALIGNMENT = 16
 MIN_POSITIONS = 1024
+TORCH_GRAIN = 32_768
+"""Elements up to which a torch operation stays on the calling thread."""
 _DTYPES = {torch.float32: abi.FP32, torch.bfloat16: abi.BF16}
 _ACTIVATIONS = {
     "silu": abi.SILU,
@@ -215,10 +217,7 @@ class FastDecoder:
             Hidden states [N, D] after the final norm, and layer -> [N, D].
         """
         rows = RowTable(segments, slots, starts)
-        residual = embed(torch.tensor(rows.token_ids)).float()
-        if self._plan.learned_positions is not None:
-            residual = residual + self._plan.learned_positions(torch.tensor(rows.positions))
-        residual = residual.contiguous()
+        residual = self._embedded(rows, embed)
         rotary = self._rotary(max(rows.positions) + 1)
         hidden = torch.empty(len(rows), self._hidden_size, dtype=self._dtype)
         captured = {layer: torch.empty_like(hidden) for layer in features}
@@ -242,6 +241,25 @@ class FastDecoder:
         )
         self._library.paceline_decoder_forward(self._decoder, ctypes.byref(call))
         return hidden, captured
+
+    def _embedded(self, rows: RowTable, embed: Callable[[Tensor], Tensor]) -> Tensor:
+        """fp32 [N, D]: what the first layer reads.
+
+        A few rows at a time: torch hands larger operations to its own threads, which then go on spinning for
+        a while on the very cores that the kernels' threads are about to use.
+        """
+        residual = torch.empty(len(rows), self._hidden_size)
+        step = max(1, TORCH_GRAIN // self._hidden_size)
+        for part, token_ids, positions in zip(
+            residual.split(step),
+            torch.tensor(rows.token_ids).split(step),
+            torch.tensor(rows.positions).split(step),
+            strict=True,
+        ):
+            part.copy_(embed(token_ids))
+            if self._plan.learned_positions is not None:
+                part += self._plan.learned_positions(positions)
+        return residual
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Output layer, bias included: [..., D] -> [..., V] in the model's dtype."""
