@@ -58,7 +58,7 @@ class ModelOptions:
     dtype: Annotated[str, Option(help="auto, fp32, bf16 or fp16.", rich_help_panel=MODEL_PANEL)] = "auto"
     device: Annotated[str, Option(help="auto, cpu, cuda or mps.", rich_help_panel=MODEL_PANEL)] = "auto"
     execution: Annotated[
-        str, Option(help="auto, fast (compiled kernels) or eager.", rich_help_panel=MODEL_PANEL)
+        str, Option(help="auto, fast (compiled, or CUDA graphs) or eager.", rich_help_panel=MODEL_PANEL)
     ] = "auto"
     trust_remote_code: Annotated[
         bool,

@@ -140,15 +140,12 @@ class StaticDecoder:
         is_full = len(self._graphs) >= MAX_GRAPHS and key not in self._graphs
         if is_full or self._cache.generation != self._generation:
             self._forget()
-        staged = stage(segments, slots, starts, bucket)
         graph = self._graphs.get(key)
         if graph is None:
+            # Captured with rows that stand for nothing, which write where no text is.
             inputs = StagedRows.empty(bucket, self._device)
-            # Before capturing, which computes: made-up rows would write to places that belong to a text.
-            upload_into(inputs.vector, staged.vector)
             graph = self._graphs[key] = _Graph(inputs, self._captured(inputs, bucket, features))
-        else:
-            upload_into(graph.inputs.vector, staged.vector)
+        upload_into(graph.inputs.vector, stage(segments, slots, starts, bucket).vector)
         graph.forward.replay()
         order = graph.inputs.order[: sum(map(len, segments))]
         states = graph.forward.states
