@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.heads.phrase import PhraseHead
+from paceline.heads.phrase import PhraseHead, PhraseStep
 from paceline.kernels import abi
 from paceline.kernels.build import loaded_kernels
 from paceline.kernels.packing import pack_bias, pack_weight
 from paceline.tree import DraftTree
+from paceline.vocabularies.chains import CHAINED_PHRASES, FOLLOWER_NODES
 from paceline.vocabularies.trie import TIE, TokenTrie
 
 ALIGNMENT = 16
@@ -27,20 +28,28 @@ _DTYPES = {torch.float32: abi.FP32, torch.bfloat16: abi.BF16}
 
 
 class CompiledPhrases:
-    """Head and trie, packed.
+    """Head and tries, packed.
 
     Args:
         head: frozen, on the CPU, its trunk in fp32.
         trie: of its vocabulary.
+        token_ids: tokens of each phrase.
+        embeddings: [V, D], input embeddings; read by a head with a step only.
         library: the kernels.
     """
 
-    def __init__(self, head: PhraseHead, trie: TokenTrie, library: ctypes.CDLL) -> None:
+    def __init__(
+        self,
+        head: PhraseHead,
+        trie: TokenTrie,
+        token_ids: Seq[tuple[int, ...]],
+        embeddings: Tensor | None,
+        library: ctypes.CDLL,
+    ) -> None:
         self._library = library
         self._library.paceline_phrase_new.restype = ctypes.c_void_p
         self._kept: list[Tensor] = []
-        layers = (abi.Linear * len(head.layers))(*[self._linear(layer) for layer in head.layers])
-        norms = (abi.Norm * len(head.norms))(*[self._norm(norm) for norm in head.norms])
+        layers, norms = self._stack(head)
         # Phrases in the order of their tokens: those beneath a node lie side by side.
         order = trie.entry_order
         output = head.output
@@ -55,21 +64,25 @@ class CompiledPhrases:
             norm_eps=self._eps(head),
             input_eps=torch.finfo(torch.float32).eps,
         )
-        arrays = (trie.token_ids, trie.parents, trie.depths, trie.starts, trie.ends)
-        packed_trie = abi.Trie(
-            *[self._keep(array.to(torch.int32)) for array in arrays], len(trie), trie.num_entries, TIE
-        )
+        packed_trie, packed_chain = self._trie(trie), self._chain(head, trie, token_ids, embeddings)
         self._drafter = ctypes.c_void_p(
             library.paceline_phrase_new(
                 ctypes.byref(packed_head),
                 ctypes.byref(packed_trie),
+                ctypes.byref(packed_chain),
                 ctypes.c_int32(torch.get_num_threads()),
             )
         )
         weakref.finalize(self, library.paceline_phrase_free, self._drafter)
 
     @classmethod
-    def where_possible(cls, head: PhraseHead, trie: TokenTrie) -> CompiledPhrases | None:
+    def where_possible(
+        cls,
+        head: PhraseHead,
+        trie: TokenTrie,
+        token_ids: Seq[tuple[int, ...]],
+        embeddings: Tensor | None = None,
+    ) -> CompiledPhrases | None:
         """Packed, when the kernels are loaded (the target is on the fast path) and sizes fit; else None."""
         library = loaded_kernels()
         weight = head.output.weight
@@ -78,7 +91,9 @@ class CompiledPhrases:
             return None
         if head.trunk_dtype != torch.float32 or weight.dtype not in _DTYPES:
             return None
-        return cls(head, trie, library)
+        if head.step is not None and (embeddings is None or embeddings.dtype not in _DTYPES):
+            return None
+        return cls(head, trie, token_ids, embeddings, library)
 
     def draft(self, inputs: Tensor, roots: Seq[int], max_nodes: int) -> list[DraftTree]:
         """The most valuable phrase nodes of every row.
@@ -100,6 +115,47 @@ class CompiledPhrases:
             DraftTree(tokens[row, :count], parents[row, :count], values[row, :count])
             for row, count in enumerate(counts.tolist())
         ]
+
+    def _stack(self, module: PhraseHead | PhraseStep) -> tuple[Any, Any]:
+        """Layers and the norms behind them."""
+        layers = (abi.Linear * len(module.layers))(*[self._linear(layer) for layer in module.layers])
+        return layers, (abi.Norm * len(module.norms))(*[self._norm(norm) for norm in module.norms])
+
+    def _trie(self, trie: TokenTrie) -> abi.Trie:
+        arrays = (trie.token_ids, trie.parents, trie.depths, trie.starts, trie.ends)
+        return abi.Trie(
+            *[self._keep(array.to(torch.int32)) for array in arrays], len(trie), trie.num_entries, TIE
+        )
+
+    def _chain(
+        self,
+        head: PhraseHead,
+        trie: TokenTrie,
+        token_ids: Seq[tuple[int, ...]],
+        embeddings: Tensor | None,
+    ) -> abi.Chain:
+        """The step, the phrases that it leads to, and the tokens of those that it starts from."""
+        if head.step is None or embeddings is None:
+            return abi.Chain()
+        layers, norms = self._stack(head.step)
+        followers = TokenTrie(token_ids[: head.config.chain_entries])
+        order, other, output = followers.entry_order, head.step.other, head.output
+        weight = torch.cat([output.weight[order], other.weight.to(output.weight.dtype)])
+        bias = torch.cat([output.bias[order].float(), other.bias.float()])
+        entries = [token_ids[entry] for entry in trie.entry_order.tolist()]
+        starts = torch.tensor([0, *map(len, entries)]).cumsum(0)
+        return abi.Chain(
+            layers=layers,
+            norms=norms,
+            output=self._pack(weight, bias),
+            followers=self._trie(followers),
+            entry_starts=self._keep(starts.to(torch.int32)),
+            entry_tokens=self._keep(torch.tensor([i for ids in entries for i in ids], dtype=torch.int32)),
+            embeddings=self._keep(embeddings),
+            embeddings_dtype=_DTYPES[embeddings.dtype],
+            num_first=min(CHAINED_PHRASES, len(entries)),
+            min_nodes=FOLLOWER_NODES,
+        )
 
     def _linear(self, layer: Any) -> abi.Linear:
         return self._pack(layer.weight, layer.bias)

@@ -3,7 +3,8 @@
 After a round the drafter keeps the hidden state whose logits produced the newest token. To draft, a small
 head turns that state and the newest token's embedding into probabilities of thousands of phrases; every node
 of the phrase trie is worth the probability beneath it, and the most valuable nodes are the draft tree
-(`vocabularies/trie.py`). One head evaluation serves all sequences, and so does one transfer to the host: of
+(`vocabularies/trie.py`). A head with a step adds phrases behind the likeliest ones
+(`vocabularies/chains.py`). One head evaluation serves all sequences, and so does one transfer to the host: of
 the chosen nodes, not of all probabilities.
 """
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline.drafters.compiled_phrase import CompiledPhrases
+from paceline.drafters.phrase_trees import PhraseTrees
 from paceline.errors import CheckpointError, ConfigError
 from paceline.heads.checkpoint import LoadedHead, default_head, load_head
 from paceline.heads.phrase import PhraseHead
@@ -57,8 +59,10 @@ class PhraseDrafter:
         _check_fit(target, loaded)
         self._target = target
         self._head = _ready_to_draft(loaded.head, target.device)
-        self._trie = loaded.vocabulary.trie
-        self._compiled = CompiledPhrases.where_possible(self._head, self._trie)
+        trie, token_ids = loaded.vocabulary.trie, loaded.vocabulary.token_ids
+        table = getattr(target, "embedding_table", None)
+        compiled = CompiledPhrases.where_possible(self._head, trie, token_ids, table)
+        self._trees = compiled or PhraseTrees(self._head, trie, token_ids, target.embedding)
         self.required_features: tuple[int, ...] = loaded.config.feature_layers
         self._states: dict[Sequence, _State] = {}
 
@@ -85,17 +89,10 @@ class PhraseDrafter:
         ready = [i for i, sequence in enumerate(sequences) if self._is_ready(sequence)]
         if not ready or max_nodes < 1:
             return trees
-        inputs = self._inputs([sequences[i] for i in ready])
-        if self._compiled is not None:
-            roots = [sequences[i].last_token_id for i in ready]
-            for i, tree in zip(ready, self._compiled.draft(inputs, roots, max_nodes), strict=True):
-                trees[i] = tree
-            return trees
-        probabilities = torch.softmax(self._head(inputs).float(), dim=-1)
-        for i, best in zip(ready, self._trie.most_valuable(probabilities, max_nodes), strict=True):
-            trees[i] = DraftTree.from_trie_mass(
-                sequences[i].last_token_id, self._trie.token_ids, self._trie.parents, best.values, best.nodes
-            )
+        roots = [sequences[i].last_token_id for i in ready]
+        drafted = self._trees.draft(self._inputs([sequences[i] for i in ready]), roots, max_nodes)
+        for i, tree in zip(ready, drafted, strict=True):
+            trees[i] = tree
         return trees
 
     def observe(self, output: TargetOutput, results: Seq[VerifyResult | None]) -> None:

@@ -30,7 +30,9 @@ from paceline.errors import CheckpointError, ConfigError
 from paceline.heads.phrase import PhraseHead, PhraseHeadConfig
 from paceline.vocabularies.phrases import PhraseVocabulary
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+# Fields that an older format did not have; their defaults describe its heads.
+_ADDED_FIELDS = {1: frozenset({"chain_entries"}), 2: frozenset()}
 HEAD_TYPE = "phrase"
 PRETRAINED = Path(__file__).parent.parent / "pretrained"
 _FILES = ("config.json", "model.safetensors", "phrases.json", "provenance.json")
@@ -198,11 +200,13 @@ def _read_config(folder: Path) -> PhraseHeadConfig:
         )
     if document["head_type"] != HEAD_TYPE:
         raise CheckpointError(f"{path}: head_type is {document['head_type']!r}, it must be {HEAD_TYPE!r}")
-    if document["format_version"] != FORMAT_VERSION:
+    version = document["format_version"]
+    if not isinstance(version, int) or version not in _ADDED_FIELDS:
         raise CheckpointError(
-            f"{path}: format_version is {document['format_version']!r}, this paceline reads {FORMAT_VERSION}"
+            f"{path}: format_version is {version!r}, this paceline reads {sorted(_ADDED_FIELDS)}"
         )
-    stored, known = document["head"], {field.name for field in fields(PhraseHeadConfig)}
+    known = {field.name for field in fields(PhraseHeadConfig)} - _ADDED_FIELDS[version]
+    stored = document["head"]
     if not isinstance(stored, dict) or set(stored) != known:
         keys = sorted(stored) if isinstance(stored, dict) else stored
         raise CheckpointError(f"{path}: head has {keys}, it must have exactly {sorted(known)}")

@@ -6,6 +6,10 @@ yet). Its output layer has one row of `width + 1` parameters per phrase. With th
 the totals are those published for phrase-level speculative decoding on Qwen3-4B: 3.434M parameters for 8,000
 phrases, 21.94M for 80,000.
 
+A head with `chain_entries` also guesses the phrase behind a likely first one: a recurrent step takes the
+state and the drafted phrase to the state behind it, which the same output layer reads, its first rows only
+(entries are sorted by their use, and the step must cost little).
+
 Every input vector is divided by its root mean square first (no parameters), since hidden states, embeddings
 and inner layers differ in scale by orders of magnitude; and the head computes in its own dtype whatever the
 target's is. A trunk layer is Linear, LayerNorm, GELU, with a residual connection where its width stays.
@@ -40,6 +44,7 @@ class PhraseHeadConfig:
         inputs: vectors read, of `hidden` (after the final norm) and `newest_token_embedding`.
         feature_layers: layers of the target whose inputs are read as well.
         dropout: chance to drop a unit during training, in [0, 1).
+        chain_entries: phrases, the first ones of the vocabulary, that may follow another; 0 for none.
     """
 
     hidden_size: int
@@ -50,6 +55,7 @@ class PhraseHeadConfig:
     inputs: tuple[str, ...] = INPUTS
     feature_layers: tuple[int, ...] = ()
     dropout: float = 0.0
+    chain_entries: int = 0
 
     def __post_init__(self) -> None:
         """Refuse shapes that cannot be built; values can come from a file, so their types are checked too."""
@@ -65,6 +71,11 @@ class PhraseHeadConfig:
             or not 0 <= self.dropout < 1
         ):
             raise ConfigError(f"phrase head: dropout is {self.dropout!r}, it must be in [0, 1)")
+        if not _is_whole(self.chain_entries, 0) or self.chain_entries > self.num_entries:
+            raise ConfigError(
+                f"phrase head: chain_entries is {self.chain_entries!r}, it must be a whole number from 0 to "
+                f"the number of entries, {self.num_entries}"
+            )
         for name in self.inputs:
             if name not in INPUTS:
                 nearest = nearest_name(str(name), INPUTS)
@@ -87,6 +98,30 @@ class PhraseHeadConfig:
         return (self.trunk_width or self.width,) * (self.depth - 1) + (self.width,)
 
 
+class PhraseStep(nn.Module):
+    """From the state in front of a phrase to the state behind it: two residual layers.
+
+    The phrase is read as the embedding of its last token and the mean embedding of all of them.
+    """
+
+    def __init__(self, hidden_size: int, width: int, dropout: float) -> None:
+        super().__init__()
+        sizes = (width + 2 * hidden_size, width)
+        self.layers = nn.ModuleList([nn.Linear(size, width) for size in sizes])
+        self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in sizes])
+        self.other = nn.Linear(width, 1)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, state: Tensor, last_embedding: Tensor, mean_embedding: Tensor) -> Tensor:
+        """[M, width], [M, D], [M, D] -> [M, width]."""
+        vectors = (state, last_embedding.to(state.dtype), mean_embedding.to(state.dtype))
+        inputs = torch.cat([functional.rms_norm(v, v.shape[-1:]) for v in vectors], dim=-1)
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            state = state + self.dropout(functional.gelu(norm(layer(inputs))))
+            inputs = state
+        return state
+
+
 class PhraseHead(nn.Module):
     """MLP over the inputs of `config`, in order: `inputs` first, then `feature_layers`."""
 
@@ -99,6 +134,9 @@ class PhraseHead(nn.Module):
         self.norms = nn.ModuleList([nn.LayerNorm(width) for width in widths])
         self.output = nn.Linear(config.width, config.num_entries)
         self.dropout = nn.Dropout(config.dropout)
+        self.step: PhraseStep | None = None
+        if config.chain_entries:
+            self.step = PhraseStep(config.hidden_size, config.width, config.dropout)
 
     @property
     def num_parameters(self) -> int:
@@ -146,8 +184,35 @@ class PhraseHead(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Scores of all phrases: [M, num_inputs * D] in any dtype -> [M, E] in the output layer's dtype."""
-        scores: Tensor = self.output(self.trunk(inputs).to(self.output.weight.dtype))
+        return self.phrase_scores(self.trunk(inputs))
+
+    def phrase_scores(self, state: Tensor) -> Tensor:
+        """Scores of all phrases: [M, width], what `trunk` gives -> [M, E]."""
+        scores: Tensor = self.output(state.to(self.output.weight.dtype))
         return scores
+
+    def chained_scores(self, state: Tensor, last_embedding: Tensor, mean_embedding: Tensor) -> Tensor:
+        """Scores of the phrases behind a drafted one.
+
+        Args:
+            state: [M, width], what `trunk` gave in front of the drafted phrase.
+            last_embedding: [M, D], input embedding of its last token.
+            mean_embedding: [M, D], mean input embedding of its tokens.
+
+        Returns:
+            [M, chain_entries + 1], in the output layer's dtype; the last column stands for all other text.
+
+        Raises:
+            ConfigError: the head has no step.
+        """
+        if self.step is None:
+            raise ConfigError("phrase head: chain_entries is 0, so there are no phrases behind a first one")
+        state = self.step(state, last_embedding, mean_embedding).to(self.output.weight.dtype)
+        num_chained = self.config.chain_entries
+        other = self.step.other
+        weight = torch.cat([self.output.weight[:num_chained], other.weight.to(state.dtype)])
+        bias = torch.cat([self.output.bias[:num_chained], other.bias.to(state.dtype)])
+        return functional.linear(state, weight, bias)
 
 
 def _is_whole(value: object, least: int) -> bool:

@@ -144,6 +144,23 @@ class Trie(Structure):
     ]
 
 
+class Chain(Structure):
+    """What a phrase head needs to go on behind a first phrase; `num_first` 0 says that it does not."""
+
+    _fields_: ClassVar = [
+        ("layers", POINTER(Linear)),
+        ("norms", POINTER(Norm)),
+        ("output", Linear),
+        ("followers", Trie),
+        ("entry_starts", c_void_p),
+        ("entry_tokens", c_void_p),
+        ("embeddings", c_void_p),
+        ("embeddings_dtype", c_int32),
+        ("num_first", c_int32),
+        ("min_nodes", c_int32),
+    ]
+
+
 class Drafts(Structure):
     """Inputs and results of one call of the phrase drafter."""
 

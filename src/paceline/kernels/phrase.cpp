@@ -2,9 +2,11 @@
 // most valuable nodes as a draft tree.
 //
 // The rows of the output layer are packed in the order of the phrases' tokens, so the phrases beneath a trie node
-// lie side by side and its worth is one difference of a running sum (vocabularies/trie.py).
+// lie side by side and its worth is one difference of a running sum (vocabularies/trie.py). A head with a step also
+// guesses the phrases behind the likeliest first ones; vocabularies/chains.py tells how the two are merged.
 #include <algorithm>
 #include <queue>
+#include <unordered_map>
 #include <vector>
 
 #include "layers.hpp"
@@ -32,6 +34,19 @@ struct Trie {
   double tie;  // Of nodes of equal worth the upper one comes first: worth times (1 - tie * depth).
 };
 
+struct Chain {
+  const Linear* layers;  // fp32, two of them.
+  const Norm* norms;
+  Linear output;  // Followers in the order of their trie, then one row for all other text.
+  Trie followers;
+  const int32_t* entry_starts;  // [num_entries + 1]: part of `entry_tokens` of each first phrase, in trie order.
+  const int32_t* entry_tokens;
+  const void* embeddings;    // [vocabulary, input_size]
+  int32_t embeddings_dtype;  // 0: fp32, 1: bf16.
+  int32_t num_first;         // First phrases to go on from; 0: the head has no step.
+  int32_t min_nodes;         // Follower nodes behind each that are looked at, at least.
+};
+
 struct Drafts {
   int32_t num_rows, max_nodes;
   const float* inputs;    // [rows, num_inputs * input_size]
@@ -44,45 +59,47 @@ struct Drafts {
 
 class PhraseDrafter {
  public:
-  PhraseDrafter(const PhraseHead& head, const Trie& trie, int num_threads)
-      : head_(head), trie_(trie), num_threads_(num_threads), running_(num_threads) {
+  PhraseDrafter(const PhraseHead& head, const Trie& trie, const Chain& chain, int num_threads)
+      : head_(head), trie_(trie), chain_(chain), num_threads_(num_threads) {
     layers_.assign(head.layers, head.layers + head.depth);
     norms_.assign(head.norms, head.norms + head.depth);
+    if (!chain.num_first) return;
+    steps_.assign(chain.layers, chain.layers + 2);
+    step_norms_.assign(chain.norms, chain.norms + 2);
   }
 
   void draft(const Drafts& call) {
-    const int rows_up = (call.num_rows + 15) / 16 * 16, scores_stride = num_pairs(head_.output) * PAIR;
-    widest_ = head_.num_inputs * head_.input_size;
-    for (const Linear& layer : layers_) widest_ = std::max(widest_, padded(layer.out));
-    float* state = state_.get(size_t(rows_up) * widest_);
-    float* update = update_.get(size_t(rows_up) * widest_);
-    bf16* narrow_state = narrow_.get(size_t(rows_up) * padded(head_.output.in));
-    float* scores = scores_.get(size_t(rows_up) * scores_stride);
     Pool& pool = shared_pool(num_threads_);
+    const Work first = prepare(call.num_rows, head_.num_inputs * head_.input_size, layers_, head_.output, first_);
+    const int num_chained = call.num_rows * chain_.num_first;
+    Work second{};
+    if (num_chained) second = prepare(num_chained, steps_[0].in, steps_, chain_.output, second_);
+    guesses_.resize(std::max<size_t>(guesses_.size(), call.num_rows));
+    follows_.resize(std::max<size_t>(follows_.size(), num_chained));
     pool.run([&](int thread) {
-      auto each_row = [&](auto&& work) {
-        for (int row = thread; row < call.num_rows; row += pool.size()) work(row);
+      auto each = [&](int count, auto&& work) {
+        for (int row = thread; row < count; row += pool.size()) work(row);
         pool.barrier();
       };
       open_tiles();
-      each_row([&](int row) { read_inputs(call, row, state + size_t(row) * widest_); });
+      each(call.num_rows, [&](int row) { read_inputs(call, row, first.at(first.state, row)); });
       for (int layer = 0; layer < head_.depth; layer++) {
-        product<float>(pool, thread, layers_[layer], state, widest_, call.num_rows, update, widest_);
-        each_row([&](int row) {
-          advance(layer, state + size_t(row) * widest_, update + size_t(row) * widest_);
-          if (layer + 1 == head_.depth)
-            for (int d = 0; d < head_.output.in; d += LANES)
-              store(narrow_state + size_t(row) * padded(head_.output.in) + d,
-                    load(state + size_t(row) * widest_ + d));
+        product<float>(pool, thread, layers_[layer], first.state, first.widest, call.num_rows, first.update,
+                       first.widest);
+        each(call.num_rows, [&](int row) {
+          float* state = first.at(first.state, row);
+          const Linear& linear = layers_[layer];
+          advance(norms_[layer], first.at(first.update, row), linear.out, linear.in == linear.out, state, state);
+          if (layer + 1 == head_.depth) narrow(first, row);
         });
       }
-      if (head_.output_dtype == 1)
-        product<bf16>(pool, thread, head_.output, narrow_state, padded(head_.output.in), call.num_rows, scores,
-                      scores_stride);
-      else
-        product<float>(pool, thread, head_.output, state, widest_, call.num_rows, scores, scores_stride);
+      score(pool, thread, head_.output, first, call.num_rows);
+      each(call.num_rows, [&](int row) {
+        guess(trie_, trie_.num_entries, first.scores_of(row), call.max_nodes, chain_.num_first, guesses_[row]);
+        if (!num_chained) write(call, row, guesses_[row]);
+      });
+      if (num_chained) chain(pool, thread, each, call, first, second, num_chained);
       close_tiles();
-      each_row([&](int row) { choose(call, row, scores + size_t(row) * scores_stride, running_[thread]); });
     });
   }
 
@@ -94,6 +111,83 @@ class PhraseDrafter {
       return worth > other.worth || (worth == other.worth && number < other.number);
     }
   };
+  // What one distribution over phrases amounts to.
+  struct Guess {
+    std::vector<double> running;  // Sums of exponentials over the phrases in trie order.
+    double whole;                 // Over everything, other text included.
+    std::vector<int32_t> nodes;   // The most valuable trie nodes, ascending.
+    std::vector<int32_t> entries;  // The likeliest phrases.
+    double mass(const Trie& trie, int node) const {
+      return (running[trie.ends[node]] - running[trie.starts[node]]) / whole;
+    }
+    double chance(int entry) const { return (running[entry + 1] - running[entry]) / whole; }
+  };
+  // Buffers of a few rows on their way through layers to scores.
+  struct Work {
+    int widest, scores_stride, narrow_stride;
+    float *state, *update, *scores;
+    bf16* narrow;
+    float* at(float* rows, int row) const { return rows + size_t(row) * widest; }
+    float* scores_of(int row) const { return scores + size_t(row) * scores_stride; }
+  };
+  struct Buffers {
+    Buffer<float> state, update, scores;
+    Buffer<bf16> narrow;
+  };
+
+  Work prepare(int num_rows, int num_inputs, const std::vector<Linear>& layers, const Linear& output, Buffers& from) {
+    const size_t rows = (num_rows + 15) / 16 * 16;
+    Work work;
+    work.widest = padded(num_inputs);
+    for (const Linear& layer : layers) work.widest = std::max(work.widest, padded(layer.out));
+    work.scores_stride = num_pairs(output) * PAIR;
+    work.narrow_stride = padded(output.in);
+    work.state = from.state.get(rows * work.widest);
+    work.update = from.update.get(rows * work.widest);
+    work.scores = from.scores.get(rows * work.scores_stride);
+    work.narrow = from.narrow.get(rows * work.narrow_stride);
+    return work;
+  }
+
+  void narrow(const Work& work, int row) {
+    for (int d = 0; d < head_.output.in; d += LANES)
+      store(work.narrow + size_t(row) * work.narrow_stride + d, load(work.at(work.state, row) + d));
+  }
+
+  void score(Pool& pool, int thread, const Linear& output, const Work& work, int num_rows) {
+    if (head_.output_dtype == 1)
+      product<bf16>(pool, thread, output, work.narrow, work.narrow_stride, num_rows, work.scores,
+                    work.scores_stride);
+    else
+      product<float>(pool, thread, output, work.state, work.widest, num_rows, work.scores, work.scores_stride);
+  }
+
+  // Phrases behind the likeliest first ones, then the merged trees. Row r of `second` goes on from first phrase
+  // r % num_first of row r / num_first.
+  template <class Each>
+  void chain(Pool& pool, int thread, Each&& each, const Drafts& call, const Work& first, const Work& second,
+             int num_rows) {
+    const int width = head_.output.in, num_first = chain_.num_first;
+    auto before = [&](int row) { return first.at(first.state, row / num_first); };
+    each(num_rows, [&](int row) {
+      read_phrase(before(row), guesses_[row / num_first].entries[row % num_first], second.at(second.state, row));
+    });
+    for (int layer = 0; layer < 2; layer++) {
+      product<float>(pool, thread, steps_[layer], second.state, second.widest, num_rows, second.update,
+                     second.widest);
+      each(num_rows, [&](int row) {
+        float* state = second.at(second.state, row);
+        advance(step_norms_[layer], second.at(second.update, row), width, true, layer ? state : before(row), state);
+        if (layer == 1) narrow(second, row);
+      });
+    }
+    score(pool, thread, chain_.output, second, num_rows);
+    each(num_rows, [&](int row) {
+      guess(chain_.followers, chain_.followers.num_entries + 1, second.scores_of(row),
+            std::max(call.max_nodes, chain_.min_nodes), 0, follows_[row]);
+    });
+    each(call.num_rows, [&](int row) { merge(call, row); });
+  }
 
   template <class T>
   void product(Pool& pool, int thread, const Linear& linear, const T* rows, int stride, int num_rows, float* out,
@@ -118,83 +212,216 @@ class PhraseDrafter {
     }
   }
 
-  // Norm and activation, added to the state where the width stays.
-  void advance(int layer, float* state, float* update) {
-    const Linear& linear = layers_[layer];
-    normalise(norms_[layer], LAYER_NORM, head_.norm_eps, update, linear.out, update);
-    for (int d = 0; d < linear.out; d += LANES) {
+  // What the step reads: the state, the phrase's last token and the mean of its tokens, each divided by its root
+  // mean square.
+  void read_phrase(const float* state, int entry, float* to) {
+    const int width = head_.output.in, size = head_.input_size;
+    const int begin = chain_.entry_starts[entry], end = chain_.entry_starts[entry + 1];
+    float *last = to + width, *mean = last + size;
+    std::memset(mean, 0, size * sizeof(float));
+    for (int i = begin; i < end; i++)
+      for (int d = 0; d < size; d += LANES) {
+        const v16f x = embedding(chain_.entry_tokens[i], d);
+        store(mean + d, load(mean + d) + x);
+        if (i + 1 == end) store(last + d, x);
+      }
+    for (int d = 0; d < size; d += LANES) store(mean + d, load(mean + d) * (1.0f / (end - begin)));
+    scale(state, width, to);
+    scale(last, size, last);
+    scale(mean, size, mean);
+  }
+  v16f embedding(int token, int d) const {
+    const size_t at = size_t(token) * head_.input_size + d;
+    return chain_.embeddings_dtype == 1 ? load(static_cast<const bf16*>(chain_.embeddings) + at)
+                                        : load(static_cast<const float*>(chain_.embeddings) + at);
+  }
+  void scale(const float* from, int size, float* to) const {
+    const float factor = inverse_rms(from, size, head_.input_eps);
+    for (int d = 0; d < size; d += LANES) store(to + d, load(from + d) * factor);
+  }
+
+  // Norm and activation of an update, added to what `residual` holds where there is a residual connection.
+  void advance(const Norm& norm, float* update, int size, bool is_residual, const float* residual, float* out) {
+    normalise(norm, LAYER_NORM, head_.norm_eps, update, size, update);
+    for (int d = 0; d < size; d += LANES) {
       const v16f y = activate(load(update + d), GELU_ERF);
-      store(state + d, linear.in == linear.out ? load(state + d) + y : y);
+      store(out + d, is_residual ? load(residual + d) + y : y);
     }
   }
 
-  void choose(const Drafts& call, int row, float* scores, std::vector<double>& running) {
-    const int size = trie_.num_entries;
-    // Columns behind the last phrase are padding.
-    for (int i = size; i % LANES; i++) scores[i] = -INFINITY;
+  // Softmax, running sums, the most valuable nodes and the likeliest phrases. Scores behind those of the phrases
+  // count into the whole only.
+  void guess(const Trie& trie, int num_scores, float* scores, int max_nodes, int num_entries, Guess& out) {
+    // Columns behind the last score are padding.
+    for (int i = num_scores; i % LANES; i++) scores[i] = -INFINITY;
     v16f highest = splat(-INFINITY);
-    for (int i = 0; i < size; i += LANES) highest = maximum(load(scores + i), highest);
+    for (int i = 0; i < num_scores; i += LANES) highest = maximum(load(scores + i), highest);
     const float most = maximum(highest);
-    for (int i = 0; i < size; i += LANES) store(scores + i, exponential(load(scores + i) - most));
-    running.resize(size + 1);
-    running[0] = 0.0;
-    for (int i = 0; i < size; i++) running[i + 1] = running[i] + scores[i];
-    const double whole = running[size];
+    for (int i = 0; i < num_scores; i += LANES) store(scores + i, exponential(load(scores + i) - most));
+    out.running.resize(num_scores + 1);
+    out.running[0] = 0.0;
+    for (int i = 0; i < num_scores; i++) out.running[i + 1] = out.running[i] + scores[i];
+    out.whole = out.running[num_scores];
+    likeliest(scores, trie.num_entries, num_entries, out.entries);
     // A heap of the best so far, the least of them on top.
     std::priority_queue<Node> best;
     double least = 0.0;
-    for (int node = 0; node < trie_.num_nodes; node++) {
-      const double mass = running[trie_.ends[node]] - running[trie_.starts[node]];
+    for (int node = 0; node < trie.num_nodes; node++) {
+      const double mass = out.running[trie.ends[node]] - out.running[trie.starts[node]];
       if (mass <= least) continue;
-      const double worth = mass * (1.0 - trie_.tie * trie_.depths[node]);
-      if (int(best.size()) == call.max_nodes) {
+      const double worth = mass * (1.0 - trie.tie * trie.depths[node]);
+      if (int(best.size()) == max_nodes) {
         if (!(Node{worth, node} < best.top())) continue;
         best.pop();
       }
       best.push({worth, node});
-      if (int(best.size()) == call.max_nodes) least = best.top().worth;
+      if (int(best.size()) == max_nodes) least = best.top().worth;
     }
-    std::vector<int32_t> nodes;
-    for (; !best.empty(); best.pop()) nodes.push_back(best.top().number);
-    std::sort(nodes.begin(), nodes.end());
-    write(call, row, nodes, running, whole);
+    out.nodes.clear();
+    for (; !best.empty(); best.pop()) out.nodes.push_back(best.top().number);
+    std::sort(out.nodes.begin(), out.nodes.end());
+  }
+  static void likeliest(const float* scores, int size, int count, std::vector<int32_t>& out) {
+    out.clear();
+    float least = -1.0f;
+    for (int i = 0; i < size && count; i++) {
+      if (int(out.size()) == count && scores[i] <= least) continue;
+      if (int(out.size()) == count) out.pop_back();
+      auto place = std::find_if(out.begin(), out.end(), [&](int entry) { return scores[i] > scores[entry]; });
+      out.insert(place, i);
+      least = scores[out.back()];
+    }
   }
 
-  // Parents have lower numbers than their children, so sorted nodes are a tree in the right order.
-  void write(const Drafts& call, int row, const std::vector<int32_t>& nodes, const std::vector<double>& running,
-             double whole) {
+  // A node of a merged tree. The root is number -1.
+  struct Merged {
+    int32_t token, parent, depth, node;  // `node` is that of the first trie, or -1.
+    double worth;
+  };
+  class Merger {
+   public:
+    Merger(const Trie& trie, const Guess& guess) : trie_(trie), guess_(guess) {}
+    std::vector<Merged> nodes;
+
+    // The child of a node by a token; one that is new is worth its mass in the first trie.
+    int child(int parent, int token) {
+      const auto [found, is_new] = numbers_.try_emplace((int64_t(parent) + 1) << 32 | token, int(nodes.size()));
+      if (!is_new) return found->second;
+      const int above = parent < 0 ? -1 : nodes[parent].node;
+      const int node = parent < 0 || above >= 0 ? find(above, token) : -1;
+      nodes.push_back({token, parent, parent < 0 ? 1 : nodes[parent].depth + 1, node,
+                       node < 0 ? 0.0 : guess_.mass(trie_, node)});
+      return found->second;
+    }
+    // A node of the first trie, with all above it.
+    int first(int node) {
+      const int parent = trie_.parents[node] < 0 ? -1 : first(trie_.parents[node]);
+      return child(parent, trie_.tokens[node]);
+    }
+
+   private:
+    // Nodes are numbered by level, then by parent, then by token.
+    int find(int parent, int token) const {
+      int low = 0, high = trie_.num_nodes;
+      while (low < high) {
+        const int middle = (low + high) / 2;
+        const bool is_before = trie_.parents[middle] < parent ||
+                               (trie_.parents[middle] == parent && trie_.tokens[middle] < token);
+        if (is_before) low = middle + 1;
+        else high = middle;
+      }
+      return low < trie_.num_nodes && trie_.parents[low] == parent && trie_.tokens[low] == token ? low : -1;
+    }
+
+    const Trie& trie_;
+    const Guess& guess_;
+    std::unordered_map<int64_t, int> numbers_;
+  };
+
+  void merge(const Drafts& call, int row) {
+    const Guess& guess = guesses_[row];
+    Merger merger(trie_, guess);
+    for (int node : guess.nodes) merger.first(node);
+    std::vector<int> place;
+    for (int i = 0; i < chain_.num_first; i++) {
+      const int entry = guess.entries[i];
+      int end = -1;
+      for (int at = chain_.entry_starts[entry]; at < chain_.entry_starts[entry + 1]; at++)
+        end = merger.child(end, chain_.entry_tokens[at]);
+      const Guess& follow = follows_[row * chain_.num_first + i];
+      const Trie& trie = chain_.followers;
+      place.assign(follow.nodes.size(), -1);
+      for (size_t n = 0; n < follow.nodes.size(); n++) {
+        const int node = follow.nodes[n], parent = trie.parents[node];
+        const auto above = std::lower_bound(follow.nodes.begin(), follow.nodes.end(), parent);
+        place[n] = merger.child(parent < 0 ? end : place[above - follow.nodes.begin()], trie.tokens[node]);
+        merger.nodes[place[n]].worth += guess.chance(entry) * follow.mass(trie, node);
+      }
+    }
+    write_merged(call, row, merger.nodes);
+  }
+
+  void write_merged(const Drafts& call, int row, std::vector<Merged>& nodes) {
+    std::vector<int> order(nodes.size()), place(nodes.size(), 0);
+    for (size_t i = 0; i < nodes.size(); i++) {
+      nodes[i].worth = std::min(1.0, nodes[i].worth) * (1.0 - trie_.tie * nodes[i].depth);
+      order[i] = int(i);
+    }
+    std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return nodes[a].worth > nodes[b].worth; });
+    size_t kept = std::min<size_t>(call.max_nodes, order.size());
+    while (kept && nodes[order[kept - 1]].worth <= 0.0) kept--;
+    order.resize(kept);
+    std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return nodes[a].depth < nodes[b].depth; });
+    const size_t at = write_root(call, row);
+    for (size_t i = 0; i < kept; i++) {
+      const Merged& node = nodes[order[i]];
+      place[order[i]] = int(i) + 1;
+      call.tokens[at + 1 + i] = node.token;
+      call.parents[at + 1 + i] = node.parent < 0 ? 0 : place[node.parent];
+      call.values[at + 1 + i] = float(node.worth);
+    }
+    call.counts[row] = int64_t(kept) + 1;
+  }
+
+  static size_t write_root(const Drafts& call, int row) {
     const size_t at = size_t(row) * (call.max_nodes + 1);
     call.tokens[at] = call.roots[row];
     call.parents[at] = -1;
     call.values[at] = 1.0f;
+    return at;
+  }
+
+  // Parents have lower numbers than their children, so sorted nodes are a tree in the right order.
+  void write(const Drafts& call, int row, const Guess& guess) {
+    const std::vector<int32_t>& nodes = guess.nodes;
+    const size_t at = write_root(call, row);
     for (size_t i = 0; i < nodes.size(); i++) {
       const int node = nodes[i], parent = trie_.parents[node];
       call.tokens[at + 1 + i] = trie_.tokens[node];
       call.parents[at + 1 + i] =
           parent < 0 ? 0 : std::lower_bound(nodes.begin(), nodes.end(), parent) - nodes.begin() + 1;
-      const double mass = running[trie_.ends[node]] - running[trie_.starts[node]];
-      call.values[at + 1 + i] = float(std::min(1.0, mass / whole));
+      call.values[at + 1 + i] = float(std::min(1.0, guess.mass(trie_, node)));
     }
     call.counts[row] = int64_t(nodes.size()) + 1;
   }
 
   PhraseHead head_;
   Trie trie_;
+  Chain chain_;
   const int num_threads_;
-  int widest_ = 0;
-  std::vector<Linear> layers_;
-  std::vector<Norm> norms_;
-  std::vector<std::vector<double>> running_;
-  Buffer<float> state_, update_, scores_;
-  Buffer<bf16> narrow_;
+  std::vector<Linear> layers_, steps_;
+  std::vector<Norm> norms_, step_norms_;
+  std::vector<Guess> guesses_, follows_;
+  Buffers first_, second_;
 };
 
 }  // namespace paceline
 
 extern "C" {
 
-void* paceline_phrase_new(const paceline::PhraseHead* head, const paceline::Trie* trie, int32_t num_threads) {
-  return new paceline::PhraseDrafter(*head, *trie, num_threads);
+void* paceline_phrase_new(const paceline::PhraseHead* head, const paceline::Trie* trie,
+                          const paceline::Chain* chain, int32_t num_threads) {
+  return new paceline::PhraseDrafter(*head, *trie, *chain, num_threads);
 }
 void paceline_phrase_free(void* drafter) { delete static_cast<paceline::PhraseDrafter*>(drafter); }
 void paceline_phrase_draft(void* drafter, const paceline::Drafts* call) {

@@ -251,9 +251,9 @@ class FastDecoder:
         residual = torch.empty(len(rows), self._hidden_size)
         step = max(1, TORCH_GRAIN // self._hidden_size)
         for part, token_ids, positions in zip(
-            residual.split(step),
-            torch.tensor(rows.token_ids).split(step),
-            torch.tensor(rows.positions).split(step),
+            torch.split(residual, step),
+            torch.split(torch.tensor(rows.token_ids), step),
+            torch.split(torch.tensor(rows.positions), step),
             strict=True,
         ):
             part.copy_(embed(token_ids))

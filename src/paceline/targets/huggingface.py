@@ -230,6 +230,12 @@ class HuggingFaceTarget:
         """Where the weights are."""
         return self._device
 
+    @property
+    def embedding_table(self) -> Tensor | None:
+        """[V, D]: weights of the input embeddings, whatever factor the model applies to them."""
+        table: Any = self.architecture.embedding.weight
+        return table.detach() if table.dim() == 2 and table.shape[1] == self.hidden_size else None
+
     @torch.no_grad()
     def embedding(self, token_ids: Tensor) -> Tensor:
         """Input embeddings, scaled as the model scales them: int64 [...] -> [..., D]."""

@@ -176,8 +176,7 @@ class TokenTrie:
         if probabilities.device.type == "mps":
             probabilities = probabilities.cpu()  # float64 does not exist there
         mass = self.node_mass(probabilities)
-        handicap = self._on(mass.device).handicap
-        top = torch.topk(mass * handicap, min(max_nodes, len(self)), dim=1).indices
+        top = self.top_nodes(mass, max_nodes)
         values = mass.gather(1, top).clamp(max=1.0)
         if mass.device.type != "cpu":
             # Numbers of nodes are exact in float64.
@@ -188,6 +187,11 @@ class TokenTrie:
             ValuableNodes(nodes[:count], worth[:count])
             for nodes, worth, count in zip(top, values, counts, strict=True)
         ]
+
+    def top_nodes(self, mass: Tensor, max_nodes: int) -> Tensor:
+        """Nodes of the largest mass, an upper one first where it is equal: [B, T] -> int64 [B, n]."""
+        handicap = self._on(mass.device).handicap
+        return torch.topk(mass * handicap, min(max_nodes, len(self)), dim=1).indices
 
     def match(self, token_ids: Tensor | Seq[int]) -> TrieMatch:
         """Walk the trie from every position of a text at once: int64 [T] tokens, no re-tokenisation."""

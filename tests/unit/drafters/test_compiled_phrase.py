@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.drafters.compiled_phrase import CompiledPhrases
+from paceline.drafters.phrase_trees import PhraseTrees
 from paceline.heads.phrase import PhraseHead, PhraseHeadConfig
 from paceline.kernels import build
-from paceline.tree import DraftTree, check_tree
+from paceline.tree import check_tree
 from paceline.vocabularies.trie import TokenTrie
 
 token = st.integers(0, 6)
@@ -35,27 +38,36 @@ def make_head(num_entries: int, seed: int = 0, dtype: torch.dtype = torch.float3
     return head.eval().requires_grad_(False)
 
 
-def in_torch(
-    head: PhraseHead, trie: TokenTrie, inputs: torch.Tensor, roots, max_nodes: int
-) -> list[DraftTree]:
-    best = trie.most_valuable(torch.softmax(head(inputs).float(), -1), max_nodes)
-    return [
-        DraftTree.from_trie_mass(root, trie.token_ids, trie.parents, own.values, own.nodes)
-        for root, own in zip(roots, best, strict=True)
-    ]
+def in_torch(head: PhraseHead, trie: TokenTrie, entries, inputs: torch.Tensor, roots, max_nodes: int):
+    """The same arithmetic in torch, and the table of embeddings that both read."""
+    return PhraseTrees(head, trie, entries, lambda ids: embeddings_of(head)[ids]).draft(
+        inputs, roots, max_nodes
+    )
+
+
+def embeddings_of(head: PhraseHead) -> torch.Tensor:
+    return torch.randn(7, head.config.hidden_size, generator=torch.Generator().manual_seed(9))
+
+
+def compiled_of(head: PhraseHead, trie: TokenTrie, entries) -> CompiledPhrases:
+    compiled = CompiledPhrases.where_possible(head, trie, entries, embeddings_of(head))
+    assert compiled is not None
+    return compiled
 
 
 @settings(max_examples=40, deadline=None)
-@given(phrases, st.integers(1, 40), st.integers(1, 19), st.integers(0, 2**31))
-def test_trees_are_those_of_torch(entries, max_nodes, num_rows, seed):
-    """Any vocabulary size, any number of sequences and of nodes."""
-    trie, head = TokenTrie(entries), make_head(len(entries), seed)
+@given(
+    phrases, st.integers(1, 40), st.integers(1, 19), st.integers(0, 2**31), st.sampled_from([0.0, 0.4, 1.0])
+)
+def test_trees_are_those_of_torch(entries, max_nodes, num_rows, seed, chained):
+    """Any vocabulary size, any number of sequences and of nodes, one phrase or two."""
+    num_chained = min(len(entries), math.ceil(chained * len(entries)))
+    trie, head = TokenTrie(entries), make_head(len(entries), seed, chain_entries=num_chained)
     inputs = torch.randn(num_rows, 64, generator=torch.Generator().manual_seed(seed))
     roots = list(range(num_rows))
-    compiled = CompiledPhrases.where_possible(head, trie)
-    for ours, reference in zip(
-        compiled.draft(inputs, roots, max_nodes), in_torch(head, trie, inputs, roots, max_nodes), strict=True
-    ):
+    drafted = compiled_of(head, trie, entries).draft(inputs, roots, max_nodes)
+    expected = in_torch(head, trie, entries, inputs, roots, max_nodes)
+    for ours, reference in zip(drafted, expected, strict=True):
         check_tree(ours)
         assert ours.num_draft_tokens == reference.num_draft_tokens
         # Rounding may order two nodes of nearly equal worth either way, so worths are compared.
@@ -75,6 +87,8 @@ def test_trees_are_those_of_torch(entries, max_nodes, num_rows, seed):
         {"inputs": ("hidden",)},
         {"feature_layers": (1, 4)},
         {"hidden_size": 48, "width": 80},
+        {"chain_entries": 56},
+        {"chain_entries": 20, "depth": 3, "hidden_size": 48, "width": 80},
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -83,11 +97,9 @@ def test_every_shape_of_head_is_computed(shape, dtype):
     trie, head = TokenTrie(entries), make_head(len(entries), dtype=dtype, **shape)
     width = head.config.num_inputs * head.config.hidden_size
     inputs = 20 * torch.randn(3, width, generator=torch.Generator().manual_seed(5))
-    compiled = CompiledPhrases.where_possible(head, trie)
     tolerance = 1e-4 if dtype == torch.float32 else 0.05
-    for ours, reference in zip(
-        compiled.draft(inputs, [1, 2, 3], 12), in_torch(head, trie, inputs, [1, 2, 3], 12), strict=True
-    ):
+    drafted = compiled_of(head, trie, entries).draft(inputs, [1, 2, 3], 12)
+    for ours, reference in zip(drafted, in_torch(head, trie, entries, inputs, [1, 2, 3], 12), strict=True):
         torch.testing.assert_close(
             ours.node_values.sort().values,
             reference.node_values.sort().values,
@@ -97,9 +109,13 @@ def test_every_shape_of_head_is_computed(shape, dtype):
 
 
 def test_what_the_kernels_do_not_take_stays_in_torch(monkeypatch):
-    trie = TokenTrie([(1,), (2,)])
-    assert CompiledPhrases.where_possible(make_head(2, hidden_size=24), trie) is None
-    assert CompiledPhrases.where_possible(make_head(2, width=24), trie) is None
-    assert CompiledPhrases.where_possible(make_head(2, dtype=torch.float16), trie) is None
+    entries = [(1,), (2,)]
+    trie = TokenTrie(entries)
+    assert CompiledPhrases.where_possible(make_head(2, hidden_size=24), trie, entries) is None
+    assert CompiledPhrases.where_possible(make_head(2, width=24), trie, entries) is None
+    assert CompiledPhrases.where_possible(make_head(2, dtype=torch.float16), trie, entries) is None
+    chained = make_head(2, chain_entries=2)
+    assert CompiledPhrases.where_possible(chained, trie, entries, None) is None
+    assert CompiledPhrases.where_possible(chained, trie, entries, embeddings_of(chained).half()) is None
     monkeypatch.setattr(build, "_LOADED", {})
-    assert CompiledPhrases.where_possible(make_head(2), trie) is None
+    assert CompiledPhrases.where_possible(make_head(2), trie, entries) is None

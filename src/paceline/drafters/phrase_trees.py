@@ -1,0 +1,85 @@
+"""Draft trees of a phrase head in torch: what other devices run; the compiled kernels are held against it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from paceline.heads.phrase import PhraseHead
+from paceline.tree import DraftTree
+from paceline.vocabularies.chains import PhraseChains, SecondPhrases
+from paceline.vocabularies.trie import TokenTrie
+
+
+class PhraseTrees:
+    """Turns the vectors of a position into a draft tree.
+
+    Args:
+        head: frozen.
+        trie: of its vocabulary.
+        token_ids: tokens of each phrase.
+        embed: token ids [...] -> input embeddings [..., D] on the head's device.
+    """
+
+    def __init__(
+        self,
+        head: PhraseHead,
+        trie: TokenTrie,
+        token_ids: Seq[tuple[int, ...]],
+        embed: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._head = head
+        self._trie = trie
+        self._embed = embed
+        self._chains: PhraseChains | None = None
+        if head.step is not None:
+            self._chains = PhraseChains(trie, token_ids, head.config.chain_entries)
+
+    @torch.no_grad()
+    def draft(self, inputs: Tensor, roots: Seq[int], max_nodes: int) -> list[DraftTree]:
+        """The most valuable phrase nodes of every row.
+
+        Args:
+            inputs: [M, num_inputs * D], what the head reads.
+            roots: newest token of each row.
+            max_nodes: most drafted nodes per row, at least 1.
+        """
+        state = self._head.trunk(inputs)
+        probabilities = torch.softmax(self._head.phrase_scores(state).float(), dim=-1)
+        if self._chains is not None:
+            second = self._second(self._chains, state, probabilities)
+            return self._chains.trees(roots, probabilities, second, max_nodes)
+        return [
+            DraftTree.from_trie_mass(root, self._trie.token_ids, self._trie.parents, best.values, best.nodes)
+            for root, best in zip(roots, self._trie.most_valuable(probabilities, max_nodes), strict=True)
+        ]
+
+    def _second(self, chains: PhraseChains, state: Tensor, probabilities: Tensor) -> SecondPhrases:
+        """What the step guesses behind the likeliest phrases of every row."""
+        chances, entries = chains.likeliest(probabilities)
+        token_ids, lengths = chains.token_ids_of(entries)
+        last, mean = phrase_embeddings(self._embed(token_ids), lengths)
+        states = state[:, None].expand(-1, entries.shape[1], -1)
+        scores = self._head.chained_scores(*[part.flatten(0, 1) for part in (states, last, mean)])
+        followers = torch.softmax(scores.float(), dim=-1)[:, :-1]
+        return SecondPhrases(entries, chances, followers.view(*entries.shape, -1))
+
+
+def phrase_embeddings(embedded: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Embedding of the last token, and mean of all.
+
+    Args:
+        embedded: [..., L, D], embeddings of the tokens of a phrase, padded.
+        lengths: int64 [...], tokens of each phrase.
+
+    Returns:
+        fp32 [..., D] twice.
+    """
+    embedded = embedded.float()
+    is_token = torch.arange(embedded.shape[-2], device=lengths.device) < lengths[..., None]
+    mean = (embedded * is_token[..., None]).sum(-2) / lengths[..., None]
+    place = (lengths - 1)[..., None, None].expand(*lengths.shape, 1, embedded.shape[-1])
+    return embedded.gather(-2, place)[..., 0, :], mean

@@ -1,0 +1,252 @@
+"""Second phrases behind the likeliest first ones, merged with the first ones into one draft tree.
+
+A text can come about in several ways: as one phrase, or as a shorter one and another behind it. A node of the
+tree is worth the sum over all of them, the chance that a first phrase covers it (the mass of its trie node)
+plus, for every chained first phrase that ends above it, the chance of that phrase times the mass beneath the
+node behind it. The sums never rise from parent to child, so the most valuable nodes form a tree as they do in
+a single trie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from paceline.tree import DraftTree
+from paceline.vocabularies.trie import TIE, TokenTrie
+
+CHAINED_PHRASES = 4
+"""First phrases, the likeliest ones, that a second one is guessed behind."""
+FOLLOWER_NODES = 32
+"""Nodes behind each of them that are looked at, at least."""
+_BASE = -7046029254386353131
+"""Odd multiplier of path hashes, which are numbers modulo 2**64."""
+
+
+@dataclass(frozen=True, slots=True)
+class SecondPhrases:
+    """What is guessed behind the likeliest first phrases of B sequences.
+
+    Attributes:
+        entries: int64 [B, m], the first phrases.
+        probabilities: [B, m], their chances.
+        followers: [B, m, K], chances of the phrases behind each; what is missing to 1 is other text.
+    """
+
+    entries: Tensor
+    probabilities: Tensor
+    followers: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What may enter the tree of one sequence; all on the CPU, in float64, in which node numbers are exact.
+
+    Attributes:
+        nodes: [n], nodes of the trie of first phrases, some of them -1, which is none.
+        mass: [n], their worth.
+        entries: [m], first phrases to go on from.
+        followers: [m, k], nodes of the trie of followers.
+        worth: [m, k], their worth behind those phrases.
+        twin_mass: [m, k], worth of the node of the first trie that stands for the same text, else 0.
+    """
+
+    nodes: Tensor
+    mass: Tensor
+    entries: Tensor
+    followers: Tensor
+    worth: Tensor
+    twin_mass: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Paths:
+    """Nodes that are told apart by the hash of their path; the root's is 0. All int64 [n]."""
+
+    hashes: Tensor
+    parents: Tensor
+    token_ids: Tensor
+    depths: Tensor
+
+
+class PhraseChains:
+    """Both tries and what merging them needs.
+
+    Args:
+        trie: of all phrases.
+        token_ids: tokens of each phrase, in the order of the vocabulary.
+        num_followers: phrases that may follow another: the first K of the vocabulary.
+    """
+
+    def __init__(self, trie: TokenTrie, token_ids: Seq[tuple[int, ...]], num_followers: int) -> None:
+        self.trie = trie
+        self.followers = TokenTrie(token_ids[:num_followers])
+        self.hashes = _path_hashes(trie)
+        self.follower_hashes = _path_hashes(self.followers)
+        self._powers = _powers(int(self.followers.depths.max()) + 1)
+        longest = max(map(len, token_ids))
+        self.lengths = torch.tensor([len(ids) for ids in token_ids])
+        self.padded_ids = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in token_ids])
+        self.paths = _entry_paths(trie, longest)
+        order = self.hashes.argsort()
+        self._sorted_hashes, self._by_hash = self.hashes[order], order
+        self._device_tensors: dict[torch.device, tuple[Tensor, ...]] = {}
+
+    def likeliest(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        """The first phrases to go on from: [B, E] -> chances [B, m] and entries int64 [B, m]."""
+        best = torch.topk(probabilities, min(CHAINED_PHRASES, probabilities.shape[1]), dim=1)
+        return best.values, best.indices
+
+    def token_ids_of(self, entries: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens of entries, padded with 0, and how many: int64 [...] -> int64 [..., L], int64 [...]."""
+        padded, lengths = self._on(entries.device)[:2]
+        return padded[entries], lengths[entries]
+
+    @torch.no_grad()
+    def trees(
+        self, roots: Seq[int], probabilities: Tensor, second: SecondPhrases, max_nodes: int
+    ) -> list[DraftTree]:
+        """The most valuable nodes of every sequence.
+
+        Args:
+            roots: newest token of each of the B sequences.
+            probabilities: [B, E], chances of the first phrases, on any device.
+            second: what is behind some of them.
+            max_nodes: most drafted nodes of each.
+        """
+        found = self._candidates(probabilities, second, max_nodes)
+        return [self._merged(root, row, max_nodes) for root, row in zip(roots, found, strict=True)]
+
+    def _candidates(self, probabilities: Tensor, second: SecondPhrases, max_nodes: int) -> list[_Found]:
+        """Chosen where the probabilities are; everything comes to the CPU in one transfer."""
+        if probabilities.device.type == "mps":
+            probabilities = probabilities.cpu()  # float64 does not exist there
+        device = probabilities.device
+        entries, followers = second.entries.to(device), second.followers.to(device)
+        _, _, paths, sorted_hashes, by_hash, hashes, follower_hashes, powers, depths = self._on(device)
+        mass = self.trie.node_mass(probabilities)
+        # Node -1, the filling of `paths`, stands behind the last one and is worth nothing.
+        padded = functional.pad(mass, (0, 1))
+        last = len(self.trie)
+        top = self.trie.top_nodes(mass, max_nodes)
+        above = paths[entries].flatten(1)
+        nodes = torch.cat([top, above], dim=1)
+        num_rows, num_first, _ = followers.shape
+        behind = self.followers.node_mass(followers.flatten(0, 1))
+        best = self.followers.top_nodes(behind, max(max_nodes, FOLLOWER_NODES))
+        chosen = best.view(num_rows, num_first, -1)
+        worth = behind.gather(1, best).view_as(chosen) * second.probabilities.to(device).double()[..., None]
+        # The same text may be a path of the first trie: its mass there counts as well.
+        ends = hashes[self._ends(paths, entries)][..., None]
+        wanted = ends * powers[depths[chosen]] + follower_hashes[chosen]
+        place = torch.searchsorted(sorted_hashes, wanted).clamp(max=len(sorted_hashes) - 1)
+        twin = torch.where(sorted_hashes[place] == wanted, by_hash[place], -1)
+        own = padded.gather(1, twin.flatten(1).remainder(last + 1)).view_as(worth)
+        parts = (nodes, padded.gather(1, nodes.remainder(last + 1)), entries, chosen, worth, own)
+        shapes = [part.shape[1:] for part in parts]
+        flat = torch.cat([part.flatten(1).double() for part in parts], dim=1).cpu()
+        columns = torch.split(flat, [shape.numel() for shape in shapes], dim=1)
+        rows = zip(
+            *[torch.unflatten(column, 1, shape) for column, shape in zip(columns, shapes, strict=True)],
+            strict=True,
+        )
+        return [_Found(*row) for row in rows]
+
+    def _ends(self, paths: Tensor, entries: Tensor) -> Tensor:
+        """Trie node at which each entry ends."""
+        lengths = self._on(entries.device)[1]
+        return paths[entries].gather(-1, (lengths[entries] - 1)[..., None])[..., 0]
+
+    def _paths(self, found: _Found) -> _Paths:
+        """Nodes of the first trie, then followers."""
+        trie, behind = self.trie, self.followers
+        nodes, entries, chosen = found.nodes.long(), found.entries.long(), found.followers.long()
+        above = trie.parents[nodes]
+        ends = self._ends(self.paths, entries)[:, None]
+        start, depths, parents = self.hashes[ends], behind.depths[chosen], behind.parents[chosen]
+        follower_parents = start * self._powers[depths - 1] + self.follower_hashes[parents]
+        columns = (
+            (self.hashes[nodes], start * self._powers[depths] + self.follower_hashes[chosen]),
+            (
+                torch.where(above < 0, 0, self.hashes[above]),
+                torch.where(parents < 0, start, follower_parents),
+            ),
+            (trie.token_ids[nodes], behind.token_ids[chosen]),
+            (trie.depths[nodes], trie.depths[ends] + depths),
+        )
+        return _Paths(*[torch.cat([own, followers.flatten()]) for own, followers in columns])
+
+    def _merged(self, root: int, found: _Found, max_nodes: int) -> DraftTree:
+        """One sequence's tree."""
+        is_node = found.nodes >= 0
+        found = replace(found, nodes=found.nodes[is_node], mass=found.mass[is_node])
+        paths = self._paths(found)
+        known, number = torch.unique(paths.hashes, return_inverse=True)
+        chained = torch.zeros(len(known), dtype=torch.float64)
+        chained.index_add_(0, number[len(found.nodes) :], found.worth.flatten())
+        own = torch.zeros_like(chained)
+        own[number] = torch.cat([found.mass, found.twin_mass.flatten()])
+        # Of the nodes that stand for one text any will do: they agree on everything but their worth.
+        sample = torch.empty_like(known)
+        sample[number] = torch.arange(len(number))
+        depths = paths.depths[sample]
+        values = (own + chained).clamp(max=1.0) * (1.0 - TIE * depths.double())
+        kept = values.argsort(descending=True, stable=True)[:max_nodes]
+        kept = kept[values[kept] > 0]
+        kept = kept[depths[kept].argsort(stable=True)]
+        hashes, order = known[kept].sort()
+        places = torch.searchsorted(hashes, paths.parents[sample[kept]]).clamp(max=max(len(order) - 1, 0))
+        parents = torch.where(depths[kept] == 1, 0, order[places] + 1)
+        return DraftTree(
+            torch.cat([torch.tensor([root]), paths.token_ids[sample[kept]]]),
+            torch.cat([torch.tensor([-1]), parents]),
+            torch.cat([torch.ones(1), values[kept].float()]),
+        )
+
+    def _on(self, device: torch.device) -> tuple[Tensor, ...]:
+        """The tensors on a device; copied there once."""
+        if device not in self._device_tensors:
+            own = (
+                self.padded_ids,
+                self.lengths,
+                self.paths,
+                self._sorted_hashes,
+                self._by_hash,
+                self.hashes,
+                self.follower_hashes,
+                self._powers,
+                self.followers.depths,
+            )
+            self._device_tensors[device] = tuple(tensor.to(device) for tensor in own)
+        return self._device_tensors[device]
+
+
+def _powers(count: int) -> Tensor:
+    """_BASE to the power of 0, 1, ..., modulo 2**64."""
+    powers = torch.ones(count, dtype=torch.int64)
+    powers[1:] = _BASE
+    return powers.cumprod(0)
+
+
+def _path_hashes(trie: TokenTrie) -> Tensor:
+    """int64 [T]: hash of the tokens down to each node; that of a path and one more token goes on from it."""
+    hashes = torch.zeros(len(trie) + 1, dtype=torch.int64)  # the last one belongs to the root, node -1
+    for depth in range(1, int(trie.depths.max()) + 1):
+        nodes = (trie.depths == depth).nonzero()[:, 0]
+        hashes[nodes] = hashes[trie.parents[nodes]] * _BASE + trie.token_ids[nodes] + 1
+    return hashes[:-1]
+
+
+def _entry_paths(trie: TokenTrie, longest: int) -> Tensor:
+    """int64 [E, longest]: trie nodes along each entry from its first token on, -1 behind its end."""
+    paths = torch.full((trie.num_entries, longest), -1, dtype=torch.int64)
+    rows, nodes = torch.arange(trie.num_entries), trie.entry_nodes
+    while rows.numel():
+        paths[rows, trie.depths[nodes] - 1] = nodes
+        nodes = trie.parents[nodes]
+        rows, nodes = rows[nodes >= 0], nodes[nodes >= 0]
+    return paths
