@@ -63,6 +63,9 @@ def phrase(
     init: Annotated[Path | None, Option(help="Head to go on from; its phrases stay as they are.")] = None,
     width: Annotated[int, Option(help="Columns of the head's output layer.")] = 256,
     depth: Annotated[int, Option(help="Layers before it.")] = 2,
+    chain_entries: Annotated[
+        int, Option(help="Phrases that may follow another one in a draft; 0 for one phrase at a time.")
+    ] = 4000,
     dropout: Annotated[float, Option(help="In the head, while training.")] = 0.1,
     loss: Annotated[str, Option(help="longest, mass or mean_mass.")] = "longest",
     epochs: Annotated[int, Option(help="Most passes over the data.")] = 12,

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -182,9 +183,23 @@ class PhraseHead(nn.Module):
             state = state + update if update.shape == state.shape else update
         return state
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Scores of all phrases: [M, num_inputs * D] in any dtype -> [M, E] in the output layer's dtype."""
-        return self.phrase_scores(self.trunk(inputs))
+    def forward(
+        self, inputs: Tensor, last_embedding: Tensor | None = None, mean_embedding: Tensor | None = None
+    ) -> Any:
+        """Scores of all phrases, and of those behind one of them where it is given.
+
+        Args:
+            inputs: [M, num_inputs * D], in any dtype.
+            last_embedding: see `chained_scores`.
+            mean_embedding: likewise.
+
+        Returns:
+            [M, E] in the output layer's dtype; with a phrase a pair, that and [M, chain_entries + 1].
+        """
+        state = self.trunk(inputs)
+        if last_embedding is None or mean_embedding is None:
+            return self.phrase_scores(state)
+        return self.phrase_scores(state), self.chained_scores(state, last_embedding, mean_embedding)
 
     def phrase_scores(self, state: Tensor) -> Tensor:
         """Scores of all phrases: [M, width], what `trunk` gives -> [M, E]."""

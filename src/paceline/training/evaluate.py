@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.training.samples import Samples, answer_rows
+from paceline.tree import DraftTree
 from paceline.vocabularies.trie import TIE, TokenTrie
 
 WIDTHS = (8, 16, 24, 32, 48, 64)
@@ -91,15 +92,50 @@ def evaluate_head(
         widths: numbers of drafted nodes.
         max_rows: stop after the answer that reaches this row; None takes all.
     """
+
+    def walk(rows: Tensor) -> _Walk:
+        probabilities = torch.softmax(scores_of(rows).float(), dim=-1)
+        return _walk(probabilities, samples.nodes[rows], trie, widths)
+
+    return _evaluate(walk, samples, widths, max_rows)
+
+
+def evaluate_trees(
+    trees_of: Callable[[Tensor, int], list[DraftTree]],
+    samples: Samples,
+    widths: Seq[int] = WIDTHS,
+    *,
+    max_rows: int | None = None,
+) -> HeadEvaluation:
+    """The same for any draft trees.
+
+    Args:
+        trees_of: rows of `samples` [M] and a number of nodes -> their draft trees.
+        samples: held-out answers.
+        widths: numbers of drafted nodes.
+        max_rows: stop after the answer that reaches this row; None takes all.
+    """
+    ends = torch.cat([torch.full((len(rows),), rows.stop) for rows in answer_rows(samples)])
+
+    def walk(rows: Tensor) -> _Walk:
+        texts = [samples.output_ids[row : ends[row]].tolist() for row in rows.tolist()]
+        return _walk_trees(trees_of(rows, max(widths)), texts, widths)
+
+    return _evaluate(walk, samples, widths, max_rows)
+
+
+def _evaluate(
+    walk: Callable[[Tensor], _Walk], samples: Samples, widths: Seq[int], max_rows: int | None
+) -> HeadEvaluation:
+    """Figures over all answers from the comparison of their rows."""
     answers = list(answer_rows(samples))
     if max_rows is not None:
         answers = [answer for answer in answers if answer.start < max_rows]
     num_rows = answers[-1].stop
-    walks = []
-    for start in range(0, num_rows, _ROWS_PER_CHUNK):
-        rows = torch.arange(start, min(start + _ROWS_PER_CHUNK, num_rows))
-        probabilities = torch.softmax(scores_of(rows).float(), dim=-1)
-        walks.append(_walk(probabilities, samples.nodes[rows], trie, widths))
+    walks = [
+        walk(torch.arange(start, min(start + _ROWS_PER_CHUNK, num_rows)))
+        for start in range(0, num_rows, _ROWS_PER_CHUNK)
+    ]
     depths = torch.cat([walk.depths for walk in walks])
     sums = torch.cat([walk.sums for walk in walks])
     bins = torch.stack([walk.bin_counts for walk in walks]).sum(0)
@@ -152,11 +188,46 @@ def _walk(probabilities: Tensor, nodes: Tensor, trie: TokenTrie, widths: Seq[int
         on_path[rows] |= best.indices[rows] == current[:, None]
         current = trie.parents[current]
     sums = values.cumsum(1)[:, [k - 1 for k in kept]]
-    place = (values * NUM_BINS).long().clamp(0, NUM_BINS - 1).flatten()
-    counts = torch.stack(
+    return _Walk(depths, sums, _binned(values.flatten(), on_path.flatten()))
+
+
+def _walk_trees(trees: Seq[DraftTree], texts: Seq[Seq[int]], widths: Seq[int]) -> _Walk:
+    """Draft trees of M rows against the text behind each; a narrower tree has the most valuable nodes."""
+    depths = torch.zeros(len(trees), len(widths), dtype=torch.int64)
+    sums = torch.zeros(len(trees), len(widths), dtype=torch.float64)
+    on_path = []
+    for row, (tree, text) in enumerate(zip(trees, texts, strict=True)):
+        values = tree.node_values[1:].double()
+        best = values.sort(descending=True, stable=True)
+        ranks = best.indices.argsort().tolist()
+        children = {
+            edge: node for node, edge in enumerate(zip(tree.parents.tolist(), tree.token_ids.tolist()))
+        }
+        is_on_path = torch.zeros(len(values), dtype=torch.bool)
+        node, needed = 0, 0
+        for token in text:
+            node = children.get((node, token), 0)
+            if not node:
+                break
+            is_on_path[node - 1] = True
+            needed = max(needed, ranks[node - 1] + 1)
+            for column, width in enumerate(widths):
+                depths[row, column] += needed <= width
+        on_path.append(is_on_path)
+        running = best.values.cumsum(0)
+        if len(values):
+            sums[row] = running[[min(width, len(values)) - 1 for width in widths]]
+    values = torch.cat([tree.node_values[1:].double() for tree in trees])
+    return _Walk(depths, sums, _binned(values, torch.cat(on_path)))
+
+
+def _binned(values: Tensor, is_accepted: Tensor) -> Tensor:
+    """float64 [3, NUM_BINS]: nodes, sum of values, accepted nodes, by value."""
+    place = (values * NUM_BINS).long().clamp(0, NUM_BINS - 1)
+    amounts = (torch.ones_like(values), values, is_accepted)
+    return torch.stack(
         [
-            torch.zeros(NUM_BINS, dtype=torch.float64).index_add(0, place, amount.flatten().double())
-            for amount in (torch.ones_like(values), values, on_path)
+            torch.zeros(NUM_BINS, dtype=torch.float64).index_add(0, place, amount.double())
+            for amount in amounts
         ]
     )
-    return _Walk(depths, sums, counts)

@@ -12,6 +12,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional
 
+from paceline.drafters.phrase_trees import PhraseTrees, phrase_embeddings
 from paceline.errors import CheckpointError
 from paceline.heads.phrase import PhraseHead
 from paceline.targets.loading import cpu_has_bfloat16
-from paceline.training.evaluate import HeadEvaluation, evaluate_head
+from paceline.training.evaluate import HeadEvaluation, evaluate_head, evaluate_trees
 from paceline.training.losses import PhraseLoss
 from paceline.training.run_folder import write_json
 from paceline.training.samples import Samples
@@ -57,8 +60,8 @@ class EpochFigures:
 
     Attributes:
         epoch: counted from 1.
-        train_loss: mean over its steps.
-        held_out_loss: mean over held-out rows.
+        train_loss: mean over its steps, of first phrases.
+        held_out_loss: likewise over held-out rows.
         tokens_per_round: on held-out answers, by number of drafted nodes.
     """
 
@@ -92,6 +95,7 @@ class PhraseFit:
         train: training samples.
         held_out: samples of held-out prompts.
         trie: of the head's vocabulary.
+        token_ids: tokens of each of its phrases.
         options: how.
         folder: checkpoints; what it holds of the same run is gone on from.
     """
@@ -103,6 +107,7 @@ class PhraseFit:
         train: Samples,
         held_out: Samples,
         trie: TokenTrie,
+        token_ids: Seq[tuple[int, ...]],
         options: FitOptions,
         folder: Path,
     ) -> None:
@@ -110,12 +115,13 @@ class PhraseFit:
 
         self.options = options
         self.folder = folder
-        self.train, self.held_out, self.trie = train, held_out, trie
+        self.train, self.held_out, self.trie, self.token_ids = train, held_out, trie, token_ids
         self.loss = PhraseLoss(options.loss, trie)
         self.accelerator: Any = Accelerator(cpu=options.device == "cpu")
         self.device: torch.device = self.accelerator.device
         self.embedding = embedding.to(self.device)
         self.head = head.float()
+        self.phrases = self._phrase_embeddings() if head.step is not None else None
         self.optimizer: Any = torch.optim.AdamW(
             _parameter_groups(self.head, options.weight_decay), lr=options.learning_rate, betas=(0.9, 0.98)
         )
@@ -150,16 +156,43 @@ class PhraseFit:
         self.head.load_state_dict(load_file(self.folder / "best.safetensors"))
         return FitResult(self.head.cpu().eval(), self._best_epoch(), tuple(self.history))
 
-    def scores(self, samples: Samples, rows: Tensor) -> Tensor:
-        """Scores [M, E] of the current weights for rows of `samples`, on the device."""
+    def inputs(self, samples: Samples, rows: Tensor) -> Tensor:
+        """[M, num_inputs * D]: what the head reads at rows of `samples`, on the device."""
         states = samples.states(rows).to(self.device)
         newest = self.embedding[samples.newest_ids[rows].to(self.device)]
         layers = self.head.config.feature_layers
         features = {layer: states[:, 1 + i] for i, layer in enumerate(layers)}
-        inputs = self.head.join_inputs(states[:, 0], newest.to(states.dtype), features)
+        return self.head.join_inputs(states[:, 0], newest.to(states.dtype), features)
+
+    def losses(self, samples: Samples, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean loss of the first phrases of some rows, and of those that follow them (0 without a step)."""
+        entries = samples.entries[rows].to(self.device)
+        nodes = samples.nodes[rows].to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=_has_fast_bf16(self.device)):
-            scores: Tensor = self.model(inputs)
-        return scores
+            if self.phrases is None:
+                scores = self.model(self.inputs(samples, rows))
+                return self.loss(scores, entries, nodes), scores.new_zeros(())
+            last, mean = (table[entries] for table in self.phrases)
+            scores, behind = self.model(self.inputs(samples, rows), last, mean)
+        followers = samples.followers[rows].to(self.device)
+        # A sum over none is 0, and no NaN as its mean would be.
+        second = functional.cross_entropy(behind.float(), followers, ignore_index=-1, reduction="sum")
+        return self.loss(scores, entries, nodes), second / (followers >= 0).sum().clamp(min=1)
+
+    @torch.no_grad()
+    def _phrase_embeddings(self) -> tuple[Tensor, Tensor]:
+        """[E, D] twice: embedding of each phrase's last token, and the mean of all."""
+        longest = max(map(len, self.token_ids))
+        padded = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in self.token_ids])
+        lengths = torch.tensor([len(ids) for ids in self.token_ids])
+        parts = [
+            phrase_embeddings(self.embedding[ids.to(self.device)], own.to(self.device))
+            for ids, own in zip(torch.split(padded, 1024), torch.split(lengths, 1024), strict=True)
+        ]
+        dtype = self.embedding.dtype
+        return torch.cat([last for last, _ in parts]).to(dtype), torch.cat([mean for _, mean in parts]).to(
+            dtype
+        )
 
     def _run_epoch(self, epoch: int, on_step: Callable[[int], None] | None) -> float:
         """One pass; returns the mean loss. Everything random depends on the seed and the epoch alone."""
@@ -173,12 +206,9 @@ class PhraseFit:
             own = rows[rank::world]
             for group in self.optimizer.param_groups:
                 group["lr"] = self.options.learning_rate * self._schedule()
-            scores = self.scores(self.train, own)
-            loss = self.loss(
-                scores, self.train.entries[own].to(self.device), self.train.nodes[own].to(self.device)
-            )
+            loss, second = self.losses(self.train, own)
             self.optimizer.zero_grad(set_to_none=True)
-            self.accelerator.backward(loss)
+            self.accelerator.backward(loss + second)
             self.accelerator.clip_grad_norm_(self.head.parameters(), 1.0)
             self.optimizer.step()
             self._update_average()
@@ -217,11 +247,7 @@ class PhraseFit:
         self.head.eval()
         losses = []
         for rows in torch.split(self.held_out.trained, self.options.batch_size):
-            loss = self.loss(
-                self.scores(self.held_out, rows),
-                self.held_out.entries[rows].to(self.device),
-                self.held_out.nodes[rows].to(self.device),
-            )
+            loss, _ = self.losses(self.held_out, rows)
             losses.append(float(loss) * len(rows))
         evaluation = self.evaluate(max_rows=CHOICE_ROWS)
         self.head.load_state_dict(current)
@@ -232,9 +258,22 @@ class PhraseFit:
     def evaluate(self, max_rows: int | None = None) -> HeadEvaluation:
         """Draft on the held-out answers (about `max_rows` tokens of them) with the head as it is."""
         self.head.eval()
-        return evaluate_head(
-            lambda rows: self.scores(self.held_out, rows).cpu(), self.held_out, self.trie, max_rows=max_rows
-        )
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=_has_fast_bf16(self.device)):
+            if self.phrases is None:
+                return evaluate_head(
+                    lambda rows: self.head(self.inputs(self.held_out, rows)).cpu(),
+                    self.held_out,
+                    self.trie,
+                    max_rows=max_rows,
+                )
+            trees = PhraseTrees(self.head, self.trie, self.token_ids, lambda ids: self.embedding[ids])
+            return evaluate_trees(
+                lambda rows, width: trees.draft(
+                    self.inputs(self.held_out, rows), self.held_out.newest_ids[rows].tolist(), width
+                ),
+                self.held_out,
+                max_rows=max_rows,
+            )
 
     def _best_epoch(self) -> int:
         """Epoch with the most tokens per round."""

@@ -83,7 +83,7 @@ def fit_dependencies(context: RunContext) -> dict[str, Any]:
         "dropout", "loss", "epochs", "learning_rate", "weight_decay", "train_batch_size", "patience",
         "ema_decay", "seed",
     )  # fmt: skip
-    shape = ("width", "depth", "feature_layers") if context.options.init is None else ()
+    shape = ("width", "depth", "feature_layers", "chain_entries") if context.options.init is None else ()
     return context.options.chosen(*names, *shape)
 
 
@@ -120,14 +120,16 @@ def build_fit(context: RunContext, vocabulary: PhraseVocabulary, folder: Path) -
     """Samples, head and optimiser, ready to run."""
     options, target = context.options, context.generator.target
     keep_large_blocks()
-    train = _samples(context, vocabulary, "training")
-    head = _new_head(context, vocabulary, train)
+    config = _config(context, vocabulary)
+    train = _samples(context, vocabulary, "training", config.chain_entries)
+    head = _new_head(context, config, train)
     return PhraseFit(
         head,
         embedding_table(target),
         train,
-        _samples(context, vocabulary, "held-out"),
+        _samples(context, vocabulary, "held-out", config.chain_entries),
         vocabulary.trie,
+        vocabulary.token_ids,
         FitOptions(
             loss=options.loss,
             epochs=options.epochs,
@@ -143,7 +145,23 @@ def build_fit(context: RunContext, vocabulary: PhraseVocabulary, folder: Path) -
     )
 
 
-def _samples(context: RunContext, vocabulary: PhraseVocabulary, side: str) -> Samples:
+def _config(context: RunContext, vocabulary: PhraseVocabulary) -> PhraseHeadConfig:
+    """Shape of the head: as the options say, or that of the head that is gone on from."""
+    options = context.options
+    if options.init is not None:
+        return load_head(options.init).config
+    return PhraseHeadConfig(
+        hidden_size=context.generator.target.hidden_size,
+        num_entries=len(vocabulary),
+        width=options.width,
+        depth=options.depth,
+        feature_layers=options.feature_layers,
+        dropout=options.dropout,
+        chain_entries=min(options.chain_entries, len(vocabulary)),
+    )
+
+
+def _samples(context: RunContext, vocabulary: PhraseVocabulary, side: str, num_followers: int) -> Samples:
     """Samples of one side of the split."""
     belongs = context.is_training if side == "training" else context.is_held_out
     try:
@@ -152,6 +170,7 @@ def _samples(context: RunContext, vocabulary: PhraseVocabulary, side: str) -> Sa
             vocabulary,
             lambda answer: belongs(answer.root_key),
             drop_loops=context.options.drop_loops and side == "training",
+            num_followers=num_followers,
         )
     except ConfigError:
         raise ConfigError(
@@ -159,7 +178,7 @@ def _samples(context: RunContext, vocabulary: PhraseVocabulary, side: str) -> Sa
         ) from None
 
 
-def _new_head(context: RunContext, vocabulary: PhraseVocabulary, train: Samples) -> PhraseHead:
+def _new_head(context: RunContext, config: PhraseHeadConfig, train: Samples) -> PhraseHead:
     """A head with fresh weights, or the one that is gone on from."""
     options = context.options
     if options.init is not None:
@@ -172,16 +191,7 @@ def _new_head(context: RunContext, vocabulary: PhraseVocabulary, train: Samples)
         return loaded.head
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
-        head = PhraseHead(
-            PhraseHeadConfig(
-                hidden_size=context.generator.target.hidden_size,
-                num_entries=len(vocabulary),
-                width=options.width,
-                depth=options.depth,
-                feature_layers=options.feature_layers,
-                dropout=options.dropout,
-            )
-        )
+        head = PhraseHead(config)
     start_from_frequencies(head, train.entries[train.trained])
     return head
 
@@ -261,17 +271,7 @@ def _loaded_head(context: RunContext, reported: Reported) -> LoadedHead:
 
     vocabulary = _vocabulary(context, reported)
     tensors = load_file(context.folder.root / reported["fit"]["folder"] / "best.safetensors")
-    if context.options.init is not None:
-        config = load_head(context.options.init).config
-    else:
-        config = PhraseHeadConfig(
-            hidden_size=context.generator.target.hidden_size,
-            num_entries=len(vocabulary),
-            width=context.options.width,
-            depth=context.options.depth,
-            feature_layers=context.options.feature_layers,
-            dropout=context.options.dropout,
-        )
+    config = _config(context, vocabulary)
     head = PhraseHead(config)
     head.load_state_dict(tensors)
     provenance = {"target_fingerprint": context.generator.target.fingerprint}

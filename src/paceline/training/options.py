@@ -43,6 +43,7 @@ class TrainingOptions:
         init: head folder to go on from; its phrases stay as they are.
         width: columns of the head's output layer.
         depth: layers before it.
+        chain_entries: phrases that may follow another one; 0 for one phrase at a time.
         dropout: in the head.
         loss: `longest` entry, `mass` of the deepest node reached, or `mean_mass` along the text.
         epochs: passes over the data.
@@ -86,6 +87,7 @@ class TrainingOptions:
     init: Path | None = None
     width: int = 256
     depth: int = 2
+    chain_entries: int = 4000
     dropout: float = 0.1
     loss: str = "longest"
     epochs: int = 12
@@ -132,6 +134,7 @@ class TrainingOptions:
         )
         return [
             *((name, getattr(self, name) >= 1, "at least 1") for name in positive),
+            ("chain_entries", self.chain_entries >= 0, "0 or more"),
             ("held_out", 0 < self.held_out < 1, "between 0 and 1"),
             ("follow_ups", 0 <= self.follow_ups <= 1, "between 0 and 1"),
             ("dropout", 0 <= self.dropout < 1, "at least 0 and below 1"),

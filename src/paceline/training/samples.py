@@ -22,6 +22,7 @@ from paceline.errors import ConfigError
 from paceline.training.distill import Answer, read_shard, shard_paths
 from paceline.training.loops import loop_start
 from paceline.vocabularies.phrases import PhraseVocabulary
+from paceline.vocabularies.trie import TokenTrie, TrieMatch
 
 SHARDS_PER_GROUP = 16
 
@@ -35,8 +36,11 @@ class Samples:
         shard_ids: int64 [N], shard of each row, ascending.
         shard_rows: int64 [N], row within its shard.
         newest_ids: int64 [N], newest token that the drafter knows.
+        output_ids: int64 [N], the token that follows it.
         entries: int64 [N], longest entry that begins the target text, or -1.
         nodes: int64 [N], deepest trie node that the target text reaches, or -1.
+        followers: int64 [N], longest of the chained phrases that begins behind that longest entry; their
+            number for other text; -1 where nothing is known of what follows.
         is_censored: bool [N], not trained on: the text was cut off while it still walked down the trie, or
             its state is unknown, or it lies in a loop that is left out.
         answer_lens: rows of each answer.
@@ -47,8 +51,10 @@ class Samples:
     shard_ids: Tensor
     shard_rows: Tensor
     newest_ids: Tensor
+    output_ids: Tensor
     entries: Tensor
     nodes: Tensor
+    followers: Tensor
     is_censored: Tensor
     answer_lens: tuple[int, ...]
     num_empty: int
@@ -96,6 +102,7 @@ def read_samples(
     is_wanted: Callable[[Answer], bool],
     *,
     drop_loops: bool = False,
+    num_followers: int = 0,
 ) -> Samples:
     """Samples of the wanted answers in a folder of shards.
 
@@ -104,11 +111,12 @@ def read_samples(
         vocabulary: gives the targets.
         is_wanted: which answers.
         drop_loops: rows behind `loops.loop_start` are censored.
+        num_followers: phrases, the first ones, that may follow another; 0 for none.
 
     Raises:
         ConfigError: no wanted answer has a token.
     """
-    builder = _Builder(vocabulary, drop_loops=drop_loops)
+    builder = _Builder(vocabulary, drop_loops=drop_loops, num_followers=num_followers)
     for path in shard_paths(folder):
         builder.add_shard(list(read_shard(path)), is_wanted)
     return builder.build()
@@ -117,9 +125,10 @@ def read_samples(
 class _Builder:
     """Collects the rows of answers."""
 
-    def __init__(self, vocabulary: PhraseVocabulary, *, drop_loops: bool) -> None:
+    def __init__(self, vocabulary: PhraseVocabulary, *, drop_loops: bool, num_followers: int) -> None:
         self.drop_loops = drop_loops
         self.trie = vocabulary.trie
+        self.followers = TokenTrie(vocabulary.token_ids[:num_followers]) if num_followers else None
         self.shards: list[Tensor] = []
         self.columns: list[tuple[Tensor, ...]] = []
         self.answer_lens: list[int] = []
@@ -154,14 +163,41 @@ class _Builder:
         if self.drop_loops:
             censored[loop_start(answer.output_ids.tolist()) :] = True
         shard_ids = torch.full_like(rows, len(self.shards))
-        self.columns.append((shard_ids, rows, answer.newest_ids, match.entries, match.nodes, censored))
+        followers = self._follow(answer, match)
+        self.columns.append(
+            (
+                shard_ids,
+                rows,
+                answer.newest_ids,
+                answer.output_ids,
+                match.entries,
+                match.nodes,
+                followers,
+                censored,
+            )
+        )
         self.answer_lens.append(num_rows)
+
+    def _follow(self, answer: Answer, match: TrieMatch) -> Tensor:
+        """What follows the longest entry at each row: see `Samples.followers`."""
+        num_rows = len(answer.output_ids)
+        if self.followers is None:
+            return torch.full((num_rows,), -1)
+        behind = self.followers.match(answer.output_ids)
+        depths = torch.where(behind.nodes >= 0, self.followers.depths[behind.nodes.clamp(min=0)], 0)
+        known = torch.where(behind.entries >= 0, behind.entries, self.followers.num_entries)
+        known[(torch.arange(num_rows) + depths >= num_rows) & (not answer.is_complete)] = -1
+        lengths = self.trie.depths[self.trie.entry_nodes[match.entries.clamp(min=0)]]
+        places = torch.arange(num_rows) + lengths
+        # Behind the end of a complete answer stands nothing that could be drafted.
+        is_inside = (match.entries >= 0) & (places < num_rows)
+        return torch.where(is_inside, known[places.clamp(max=num_rows - 1)], -1)
 
     def build(self) -> Samples:
         """All rows so far."""
         if not self.columns:
             raise ConfigError("no answers to learn from: give more prompts or a higher --num-tokens")
-        shard_ids, rows, newest, entries, nodes, censored = (
+        shard_ids, rows, newest, outputs, entries, nodes, followers, censored = (
             torch.cat(parts) for parts in zip(*self.columns, strict=True)
         )
         return Samples(
@@ -169,8 +205,10 @@ class _Builder:
             shard_ids=shard_ids,
             shard_rows=rows,
             newest_ids=newest,
+            output_ids=outputs,
             entries=entries,
             nodes=nodes,
+            followers=followers,
             is_censored=censored,
             answer_lens=tuple(self.answer_lens),
             num_empty=self.num_empty,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.training.evaluate import count_rounds, evaluate_head
+from paceline.training.evaluate import count_rounds, evaluate_head, evaluate_trees
 from paceline.training.samples import Samples
 from paceline.tree import DraftTree
 from paceline.vocabularies.trie import TokenTrie
@@ -28,8 +28,10 @@ def random_case(seed: int) -> tuple[TokenTrie, Samples, Tensor, list[list[int]]]
         shard_ids=torch.zeros(num_rows, dtype=torch.int64),
         shard_rows=torch.arange(num_rows),
         newest_ids=torch.zeros(num_rows, dtype=torch.int64),
+        output_ids=torch.tensor([token for text in texts for token in text]),
         entries=torch.cat([match.entries for match in matches]),
         nodes=torch.cat([match.nodes for match in matches]),
+        followers=torch.full((num_rows,), -1),
         is_censored=torch.zeros(num_rows, dtype=torch.bool),
         answer_lens=tuple(map(len, texts)),
         num_empty=0,
@@ -74,6 +76,30 @@ def test_counts_the_rounds_that_real_draft_trees_need(seed: int) -> None:
         assert found.tokens_per_round[width] == pytest.approx(len(samples) / found.num_rounds[width])
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_draft_trees_themselves_give_the_same_figures(seed: int) -> None:
+    """Heads with a step are evaluated by their trees; for one without it both ways must agree."""
+    trie, samples, scores, _ = random_case(seed)
+
+    def trees_of(rows: Tensor, width: int) -> list[DraftTree]:
+        return [
+            DraftTree.from_trie_mass(0, trie.token_ids, trie.parents, best.values, best.nodes)
+            for best in trie.most_valuable(scores[rows].softmax(-1), width)
+        ]
+
+    expected = evaluate_head(lambda rows: scores[rows], samples, trie, WIDTHS)
+    found = evaluate_trees(trees_of, samples, WIDTHS)
+    assert found.num_rounds == expected.num_rounds
+    assert found.tokens_per_round == expected.tokens_per_round
+    for width in WIDTHS:
+        assert found.expected_per_round[width] == pytest.approx(expected.expected_per_round[width], abs=1e-5)
+    assert [part.num_nodes for part in found.calibration] == [p.num_nodes for p in expected.calibration]
+    assert [part.accepted_fraction for part in found.calibration] == [
+        pytest.approx(part.accepted_fraction) for part in expected.calibration
+    ]
+    assert evaluate_trees(trees_of, samples, (3,), max_rows=2).num_tokens == 9
+
+
 def test_expected_tokens_are_the_values_of_the_drafted_nodes() -> None:
     trie, samples, scores, _ = random_case(3)
     found = evaluate_head(lambda rows: scores[rows], samples, trie, WIDTHS)
@@ -88,8 +114,9 @@ def test_certain_head_drafts_the_whole_entry() -> None:
     text = [9, 1, 2, 3, 9, 1, 2, 3, 9]
     match = trie.match(text)
     samples = Samples(
-        (torch.zeros(9, 1, 2),), torch.zeros(9).long(), torch.arange(9), torch.zeros(9).long(), match.entries,
-        match.nodes, torch.zeros(9, dtype=torch.bool), (9,), 0,
+        (torch.zeros(9, 1, 2),), torch.zeros(9).long(), torch.arange(9), torch.zeros(9).long(),
+        torch.tensor(text), match.entries, match.nodes, torch.full((9,), -1),
+        torch.zeros(9, dtype=torch.bool), (9,), 0,
     )  # fmt: skip
     scores = torch.tensor([[20.0, -20.0]]).expand(9, 2)
     found = evaluate_head(lambda rows: scores[rows], samples, trie, (1, 3))

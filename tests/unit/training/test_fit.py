@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.drafters.phrase_trees import PhraseTrees
 from paceline.heads.phrase import PhraseHead, PhraseHeadConfig
 from paceline.training.fit import FitOptions, PhraseFit, start_from_frequencies
 from paceline.training.losses import LOSSES
@@ -15,6 +16,7 @@ from paceline.vocabularies.trie import TokenTrie
 
 ENTRIES = [(token,) for token in range(6)] + [(0, 1), (2, 3, 4)]
 D = 8
+NUM_FOLLOWERS = 4
 
 
 def learnable(num_rows: int, seed: int) -> Samples:
@@ -28,8 +30,11 @@ def learnable(num_rows: int, seed: int) -> Samples:
         shard_ids=torch.zeros(num_rows, dtype=torch.int64),
         shard_rows=torch.arange(num_rows),
         newest_ids=newest,
+        output_ids=torch.tensor([ENTRIES[entry][0] for entry in entries.tolist()]),
         entries=entries,
         nodes=trie.entry_nodes[entries],
+        # The phrase decides what follows it; behind (0, 1) stands other text, behind (5,) nothing.
+        followers=torch.tensor([1, 2, 0, 3, 1, -1, NUM_FOLLOWERS, 2])[entries],
         is_censored=torch.zeros(num_rows, dtype=torch.bool),
         answer_lens=(num_rows,),
         num_empty=0,
@@ -38,11 +43,13 @@ def learnable(num_rows: int, seed: int) -> Samples:
 
 @pytest.fixture
 def fit_of(tmp_path: Path) -> Callable[..., PhraseFit]:
-    def make(train: Samples | None = None, **changes: Any) -> PhraseFit:
+    def make(train: Samples | None = None, chain_entries: int = 0, **changes: Any) -> PhraseFit:
         generator = torch.Generator().manual_seed(7)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            head = PhraseHead(PhraseHeadConfig(D, len(ENTRIES), width=16, dropout=0.1))
+            head = PhraseHead(
+                PhraseHeadConfig(D, len(ENTRIES), width=16, dropout=0.1, chain_entries=chain_entries)
+            )
         settings: dict[str, Any] = {"epochs": 3, "batch_size": 32, "learning_rate": 0.02, "device": "cpu"}
         return PhraseFit(
             head,
@@ -50,6 +57,7 @@ def fit_of(tmp_path: Path) -> Callable[..., PhraseFit]:
             train or learnable(256, 1),
             learnable(64, 2),
             TokenTrie(ENTRIES),
+            ENTRIES,
             FitOptions(**{**settings, **changes}),
             tmp_path / "fit",
         )
@@ -66,20 +74,21 @@ def test_learns_what_the_newest_token_decides(loss: str, fit_of: Callable[..., P
     fit = fit_of(loss=loss, epochs=6)
     result = fit.run(say=quiet)
     assert result.history[-1].held_out_loss < 0.3 * result.history[0].train_loss
-    probabilities = fit.scores(fit.held_out, torch.arange(64)).float().softmax(-1).detach()
+    probabilities = fit.head(fit.inputs(fit.held_out, torch.arange(64))).softmax(-1).detach()
     mass = fit.trie.node_mass(probabilities).gather(1, fit.held_out.nodes[:, None])
     assert mass.mean() > 0.5  # a head that learnt nothing has 0.14
 
 
+@pytest.mark.parametrize("chain_entries", [0, NUM_FOLLOWERS])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_parameter_gets_a_gradient_and_the_target_none(
-    loss: str, fit_of: Callable[..., PhraseFit]
+    loss: str, chain_entries: int, fit_of: Callable[..., PhraseFit]
 ) -> None:
     """Fault 70: no layer is skipped; the target's embeddings stay as they are, byte for byte."""
-    fit = fit_of(loss=loss)
+    fit = fit_of(loss=loss, chain_entries=chain_entries)
     before = fit.embedding.clone()
     rows = fit.train.trained[:64]
-    fit.loss(fit.scores(fit.train, rows), fit.train.entries[rows], fit.train.nodes[rows]).backward()
+    sum(fit.losses(fit.train, rows)).backward()
     for name, parameter in fit.head.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().sum() > 0, name
@@ -88,6 +97,40 @@ def test_every_parameter_gets_a_gradient_and_the_target_none(
     assert not fit.embedding.requires_grad
     fit.run(say=quiet)
     assert torch.equal(fit.embedding, before)
+
+
+def test_the_step_learns_what_follows_a_phrase(fit_of: Callable[..., PhraseFit]) -> None:
+    fit = fit_of(epochs=6, chain_entries=NUM_FOLLOWERS)
+    before = fit.losses(fit.held_out, fit.held_out.trained)[1].item()
+    result = fit.run(say=quiet)
+    fit.head.eval()
+    assert fit.losses(fit.held_out, fit.held_out.trained)[1].item() < 0.2 * before
+    assert result.history[-1].held_out_loss < 0.3 * result.history[0].train_loss
+    # Two phrases deep: the longest single phrase has three tokens.
+    [tree] = PhraseTrees(fit.head, fit.trie, fit.token_ids, lambda ids: fit.embedding[ids]).draft(
+        fit.inputs(fit.held_out, (fit.held_out.newest_ids == 7).nonzero()[:1, 0]), [7], 12
+    )
+    node = 0
+    for token in (2, 3, 4, 2):
+        [node] = ((tree.parents == node) & (tree.token_ids == token)).nonzero()[:, 0].tolist()
+    assert float(tree.node_values[node]) > 0.2
+
+
+def test_rows_without_a_follower_do_not_enter_its_loss(fit_of: Callable[..., PhraseFit]) -> None:
+    fit = fit_of(chain_entries=NUM_FOLLOWERS)
+    fit.head.eval()
+    known = fit.train.trained[fit.train.followers[fit.train.trained] >= 0]
+    unknown = fit.train.trained[fit.train.followers[fit.train.trained] < 0]
+    assert len(known)
+    assert len(unknown)
+    torch.testing.assert_close(fit.losses(fit.train, fit.train.trained)[1], fit.losses(fit.train, known)[1])
+    assert float(fit.losses(fit.train, unknown)[1]) == 0.0
+
+
+@pytest.mark.parametrize("chain_entries", [0, NUM_FOLLOWERS])
+def test_phrase_at_a_time_has_no_second_loss(chain_entries: int, fit_of: Callable[..., PhraseFit]) -> None:
+    fit = fit_of(chain_entries=chain_entries)
+    assert (float(fit.losses(fit.train, fit.train.trained)[1]) > 0) == bool(chain_entries)
 
 
 def test_best_epoch_is_kept_and_patience_ends_the_fit(
@@ -165,7 +208,7 @@ def test_order_of_the_batch_does_not_change_the_loss(fit_of: Callable[..., Phras
     rows = fit.train.trained[:40]
 
     def loss_of(part: torch.Tensor) -> torch.Tensor:
-        return fit.loss(fit.scores(fit.train, part), fit.train.entries[part], fit.train.nodes[part])
+        return fit.losses(fit.train, part)[0]
 
     together = loss_of(rows)
     apart = (loss_of(rows[:10]) * 10 + loss_of(rows[10:]) * 30) / 40

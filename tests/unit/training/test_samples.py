@@ -37,10 +37,12 @@ def answer(prompt: list[int], output: list[int], *, complete: bool = True, key: 
 
 @pytest.fixture
 def samples_of(tmp_path: Path) -> Callable[..., Samples]:
-    def make(*shards: list[Answer], wanted: Callable[[Answer], bool] = lambda _: True) -> Samples:
+    def make(
+        *shards: list[Answer], wanted: Callable[[Answer], bool] = lambda _: True, num_followers: int = 0
+    ) -> Samples:
         for number, answers in enumerate(shards):
             write_shard(tmp_path / f"shard-0-{number:05d}.safetensors", answers)
-        return read_samples(tmp_path, vocabulary(), wanted)
+        return read_samples(tmp_path, vocabulary(), wanted, num_followers=num_followers)
 
     return make
 
@@ -71,6 +73,26 @@ def test_no_row_predicts_a_prompt_token(samples_of: Callable[..., Samples]) -> N
     samples = samples_of([answer([10, 11, 12], [12, EOS])])
     assert len(samples) == 2
     assert [ENTRIES[e] for e in samples.entries.tolist()] == [(12,), (EOS,)]
+
+
+def test_followers_stand_behind_the_longest_entry(samples_of: Callable[..., Samples]) -> None:
+    """Entries 0 to 3 may follow: 12 behind [10, 11], then [10] behind 12, then other text behind that."""
+    output = [10, 11, 12, 10, 14, EOS]
+    samples = samples_of([answer([5, 6], output)], num_followers=4)
+    assert samples.output_ids.tolist() == output
+    assert samples.entries.tolist() == [1, -1, 3, 0, 4, 5]
+    assert samples.followers.tolist() == [3, -1, 0, 4, -1, -1]
+    assert samples_of([answer([5, 6], output)]).followers.tolist() == [-1] * 6
+
+
+def test_followers_of_a_cut_text_are_unknown_where_they_might_go_on(
+    samples_of: Callable[..., Samples],
+) -> None:
+    """[10] may be the beginning of [10, 11], which the text was cut off from."""
+    samples = samples_of([answer([5, 6], [12, 10], complete=False, key="a")], num_followers=4)
+    assert samples.followers.tolist() == [-1, -1]
+    samples = samples_of([answer([5, 6], [13, 12, 50, 50], complete=False, key="a")], num_followers=4)
+    assert samples.followers.tolist()[:2] == [3, 4]
 
 
 def test_deepest_node_may_lie_below_the_longest_entry(samples_of: Callable[..., Samples]) -> None:
