@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from paceline.engine.forward_cost import ForwardCost, measure, measured_cost
 from paceline.errors import ConfigError
 from paceline.targets.huggingface import HuggingFaceTarget
 from paceline.testing import tiny_model
+from stub_target import StubTarget, scripted_law
 
 
 def test_costs_are_linear_between_widths_and_beyond():
@@ -63,6 +65,26 @@ def test_measuring_ends_at_its_time_limit(target_of):
     assert cost.widths == (1, 2)
     assert cost.long_measured is None
     assert next(now) < 10
+
+
+def test_first_forwards_on_a_device_are_not_counted():
+    """There the first one of a shape chooses kernels and captures: neither times nor the limit include it."""
+
+    class Device(StubTarget):
+        device = torch.device("cuda")
+        now = 0.0
+        met: ClassVar[set[int]] = set()
+
+        def forward(self, segments, features=()):
+            width = len(segments[0])
+            self.now += 0.001 if width in self.met else 30.0
+            self.met.add(width)
+            return super().forward(segments, features)
+
+    target = Device(scripted_law([5], [1, 2, 3], 32), 32, context_len=400)
+    cost = measure(target, clock=lambda: target.now)
+    assert len(cost.widths) > 8
+    assert max(cost.measured) < 0.01
 
 
 def test_times_of_a_busy_machine_are_not_kept(tmp_path, monkeypatch):

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from graph_stand_ins import RecordedGraphs, Uncaptured
-from paceline.errors import UnsupportedFeatureError
+from paceline.errors import IncompatibleModelError, UnsupportedFeatureError
 from paceline.sampling import SamplingParameters
 from paceline.sequence import Segment, Sequence, VerifyResult
 from paceline.targets import static_forward
 from paceline.targets.buckets import MAX_WIDTH, WIDTHS
 from paceline.targets.huggingface import HuggingFaceTarget
+from paceline.targets.probe import check_rounds, check_target, reference_logits
 from paceline.testing import TINY_VOCAB, tiny_model
 from paceline.tree import DraftTree
 
@@ -248,6 +249,17 @@ def test_what_a_forward_returned_stays_when_the_next_one_runs():
     assert torch.equal(output.features[1], kept[1])
 
 
+def test_other_layers_are_another_capture():
+    graphs = RecordedGraphs()
+    twins, rng = Twins(static_target(graphs=graphs)), random.Random(10)
+    pair = twins.add(random_ids(rng, 5))
+    for features in ((), (1,), (0, 1), ()):
+        twins.features = features
+        twins.round([pair], [random_tree(rng, pair[0].last_token_id, 3)], rng)
+    # Two of the check, and one for each new set of layers at a width that the check has not met.
+    assert graphs.num_captures == 5
+
+
 @pytest.mark.parametrize("architecture", ["gpt2-short", "llama"])
 def test_padding_stays_inside_the_context(architecture):
     """At the last position of a context, a padded row has no position of its own to stand at."""
@@ -305,6 +317,25 @@ def test_a_number_of_the_host_inside_a_capture_is_found_by_the_check():
     target = HuggingFaceTarget(model, execution="auto", graphs=RecordedGraphs(), check=False)
     assert target.execution == "eager"
     assert "is rounding" in target.eager_reason
+
+
+def test_a_number_that_was_right_at_capture_is_found_by_a_round_from_elsewhere():
+    """The first round agrees, since the number is its own; the check feeds another one."""
+    target = static_target(graphs=RecordedGraphs(), intermediate_size=48)
+
+    def own_positions(module, args, kwargs):
+        if target._cached:
+            positions = kwargs["position_ids"]
+            [start] = target._cached.values()
+            kwargs["position_ids"] = positions - positions[:, :1] + start
+        return args, kwargs
+
+    target.model.model.register_forward_pre_hook(own_positions, with_kwargs=True)
+    target._static._forget()
+    reference = reference_logits(target)
+    check_target(target, reference, in_rounds=True)
+    with pytest.raises(IncompatibleModelError, match="is rounding"):
+        check_rounds(target, reference)
 
 
 class FailsLater(RecordedGraphs):
