@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.arms import Arm, engine_arms
+from paceline.bench.arms import Arm, ArmName, engine_arms
 from paceline.bench.baselines import baseline_arms
 from paceline.bench.metadata import machine, run_metadata
 from paceline.bench.near_ties import answered_sequences, find_differences, width_noise
+from paceline.bench.peers.base import PeerArm
+from paceline.bench.peers.registry import check_peers, peer_arms
 from paceline.bench.records import Journal
 from paceline.bench.report import BenchmarkReport
 from paceline.bench.roofline import roofline
@@ -34,6 +36,7 @@ class BenchmarkOptions:
         drafters: registered names; `phrase:FOLDER` for a head of its own.
         verifiers: registered names.
         baselines: keys of `baselines.BASELINES`; may be none.
+        peers: of `peers.registry.PEERS`; may be none.
         widths: values of `num_speculative_tokens`.
         batch_sizes: prompts decoded at once.
         head: folder of the head.
@@ -48,6 +51,7 @@ class BenchmarkOptions:
     drafters: tuple[str, ...] = ("none", "prompt_lookup", "phrase")
     verifiers: tuple[str, ...] = ("greedy",)
     baselines: tuple[str, ...] = ("hf_generate",)
+    peers: tuple[str, ...] = ()
     widths: tuple[int | str, ...] = (AUTO_WIDTH,)
     batch_sizes: tuple[int, ...] = (1,)
     head: Path | None = None
@@ -65,22 +69,29 @@ class BenchmarkOptions:
                 raise ConfigError(f"no {name} given: name at least one")
             if len(set(values)) != len(values):
                 raise ConfigError(f"{name} {', '.join(map(str, values))}: name each once")
-        if not self.drafters and not self.baselines:
-            raise ConfigError("neither drafters nor baselines are given: there is nothing to measure")
+        if not self.drafters and not self.baselines and not self.peers:
+            raise ConfigError(
+                "neither drafters nor baselines nor peers are given: there is nothing to measure"
+            )
         for width in self.widths:
             read_width(width)
         if self.max_new_tokens < 1 or min(self.batch_sizes) < 1:
             raise ConfigError(
                 f"max_new_tokens {self.max_new_tokens}, batch sizes {self.batch_sizes}: both start at 1"
             )
+        check_peers(self.peers, max(self.batch_sizes))
 
     def load_suites(self) -> list[Suite]:
         """The prompts."""
         return [load_suite(name, self.data_folder, self.limit) for name in self.suites]
 
-    def build_arms(self, generator: Generator) -> list[Arm]:
-        """All arms, baselines first."""
-        return baseline_arms(generator, self.baselines) + engine_arms(
+    def build_arms(
+        self, generator: Generator, peer_progress: Callable[[str], None] | None = None
+    ) -> list[Arm]:
+        """All arms, baselines first, then peers."""
+        arms = baseline_arms(generator, self.baselines)
+        arms += peer_arms(generator, self.peers, peer_progress)
+        return arms + engine_arms(
             generator,
             self.drafters,
             self.verifiers,
@@ -91,11 +102,16 @@ class BenchmarkOptions:
             seed=self.seed,
         )
 
+    def judged_arms(self, arms: list[Arm]) -> list[ArmName]:
+        """Names of the arms whose differences must be explained: a peer's arithmetic is its own."""
+        return [arm.name for arm in arms if arm.name.drafter not in self.peers]
+
     def settings(
         self, target: str, generator: Generator, suites: list[Suite], arms: list[Arm]
     ) -> dict[str, Any]:
         """What two runs must share for their records to meet."""
         described = machine()
+        peers: list[PeerArm] = [arm for arm in arms if arm.name.drafter in self.peers]  # type: ignore[misc]
         return {
             "target": target,
             "fingerprint": generator.target.fingerprint,
@@ -111,6 +127,8 @@ class BenchmarkOptions:
             "suites": {suite.name: suite.digest for suite in suites},
             "arms": [str(arm.name) for arm in arms],
             "head": None if self.head is None else str(self.head),
+            # Absent without peers, so that runs started before there were any can go on.
+            **({"peers": {str(arm.name): dict(arm.description) for arm in peers}} if peers else {}),
         }
 
 
@@ -123,6 +141,7 @@ def run_benchmark(
     command: str = "",
     with_roofline: bool = False,
     on_progress: Callable[[Progress], None] = lambda _: None,
+    notice: Callable[[str], None] | None = None,
 ) -> BenchmarkReport:
     """Measure, or go on measuring, and write the report into `out`.
 
@@ -134,9 +153,10 @@ def run_benchmark(
         command: noted in the report.
         with_roofline: hold forwards against the floor that memory sets.
         on_progress: called before every measurement.
+        notice: told in one line what takes time before the first of them.
     """
     suites = options.load_suites()
-    arms = options.build_arms(generator)
+    arms = options.build_arms(generator, notice)
     settings = options.settings(target, generator, suites, arms)
     journal = Journal(out, settings)
     runner = BenchmarkRunner(
@@ -153,7 +173,8 @@ def run_benchmark(
     metadata["prompt_ids"] = {suite.name: [prompt.prompt_id for prompt in suite.prompts] for suite in suites}
     records = list(journal)
     model = getattr(generator.target, "model", None)
-    differences = [] if model is None else find_differences(records, names, model)
+    judged = options.judged_arms(arms)
+    differences = [] if model is None else find_differences(records, judged, model)
     noise = width_noise(model, answered_sequences(records)) if differences else None
     floor = roofline(records, names, generator.target) if with_roofline else None
     report = BenchmarkReport(metadata, result_rows(records, names, options.seed), differences, noise, floor)

@@ -71,7 +71,8 @@ def run_check(
         batch_sizes=options.batch_sizes,
     )
     runner.run(on_progress)
-    records = list(journal)
+    judged = options.judged_arms(arms)
+    records = [record for record in journal if record.key.arm in map(str, judged)]
     model = generator.target.model  # type: ignore[attr-defined]  # build_arms has checked it
     references = [record for record in records if record.key.arm.startswith(REFERENCE)]
     threshold = width_noise(model, answered_sequences(references))
@@ -81,5 +82,5 @@ def run_check(
         threshold=threshold,
         num_answers=sum(len(answers_of([record])) for record in records)
         - sum(len(answers_of([record])) for record in references),
-        differences=tuple(find_differences(records, [arm.name for arm in arms], model)),
+        differences=tuple(find_differences(records, judged, model)),
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.bench.arms import ArmName
 from paceline.bench.intervals import Interval
 from paceline.bench.near_ties import NOISE_PERCENTILE, NOISE_WIDTH, Difference
 from paceline.bench.plots import draw_plots
@@ -86,10 +87,32 @@ class BenchmarkReport:
             rows = [row for row in self.rows if (row.suite, row.batch_size) == (suite, batch_size)]
             lines += ["", f"## {suite}, batch {batch_size}, {rows[0].num_prompts} prompts", ""]
             lines += markdown_table(rows)
+        lines += self.peer_lines()
         lines += self.roofline_lines()
         for plot in plots:
             lines += ["", f"![{plot.stem}]({plot.name})"]
         return "\n".join([*lines, *self._difference_lines()]) + "\n"
+
+    def peer_lines(self) -> list[str]:
+        """What the rivals are, and how many of their answers have the reference's ids."""
+        peers: Mapping[str, Mapping[str, str | int]] = self.metadata["settings"].get("peers", {})
+        if not peers:
+            return []
+        return [
+            "",
+            "## Rivals",
+            "",
+            "Greedy, with arithmetic of their own: where their answers differ is counted and not judged.",
+            "",
+            "| suite | rival | software | weights | threads | identical answers |",
+            "|---|---|---|---|---|---|",
+            *(
+                f"| {row.suite} | {row.drafter} | {peer['software']} | {peer['weights']} | "
+                f"{peer['threads']} | {_num_identical(row)} |"
+                for row in self.rows
+                if (peer := peers.get(str(ArmName(row.drafter, row.verifier)))) is not None
+            ),
+        ]
 
     def roofline_lines(self) -> list[str]:
         """Forwards against the floor that memory sets."""
@@ -117,7 +140,8 @@ class BenchmarkReport:
         if all(row.identical_fraction is None for row in self.rows):
             return ["", "No reference was measured, so answers were compared with nothing."]
         if not self.differences:
-            return ["", "All answers are identical to their reference."]
+            but = " but those of rivals" if self.metadata["settings"].get("peers") else ""
+            return ["", f"All answers{but} are identical to their reference."]
         lines = [
             "",
             "## Differences",
@@ -170,6 +194,13 @@ def table_cells(row: ResultRow) -> list[str]:
         "" if row.identical_fraction is None else f"{100 * row.identical_fraction:.0f} %",
         "" if row.identical_to_none is None else f"{100 * row.identical_to_none:.0f} %",
     ]
+
+
+def _num_identical(row: ResultRow) -> str:
+    """Answers with the reference's ids, of all."""
+    if row.identical_fraction is None:
+        return f"compared with nothing ({row.num_prompts})"
+    return f"{round(row.identical_fraction * row.num_prompts)} of {row.num_prompts}"
 
 
 def _figure(value: Interval | float | None, digits: int) -> str:

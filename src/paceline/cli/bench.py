@@ -33,6 +33,10 @@ def bench(
     baseline: Annotated[
         str, Option(help="hf_generate, hf_generate_fp32, hf_generate_bf16, hf_prompt_lookup; may be empty.")
     ] = "hf_generate",
+    peer: Annotated[
+        str,
+        Option(help="Rivals on the same prompts: llama.cpp, llama.cpp-q8_0, economize, economize-lookup."),
+    ] = "",
     num_speculative_tokens: Annotated[
         str, Option(help="Most drafted nodes a round, or auto; several by commas.")
     ] = AUTO_WIDTH,
@@ -63,6 +67,7 @@ def bench(
         drafters=tuple(names(drafters)),
         verifiers=tuple(names(verifiers)),
         baselines=tuple(names(baseline)),
+        peers=tuple(names(peer)),
         widths=tuple(map(read_width, names(num_speculative_tokens))),
         batch_sizes=tuple(numbers("--batch-size", batch_size)),
         head=head,
@@ -89,6 +94,7 @@ def bench(
             command=command,
             with_roofline=roofline,
             on_progress=on_progress,
+            notice=notice,
         )
     print_report(report, out)
 
@@ -135,7 +141,7 @@ def print_report(report: BenchmarkReport, out: Path) -> None:
             if (row.suite, row.batch_size) == (suite, batch_size):
                 table.add_row(*table_cells(row))
         console.print(table)
-    for line in report.roofline_lines():
+    for line in [*report.peer_lines(), *report.roofline_lines()]:
         console.print(line)
     noise = report.rounding_noise
     num_near_ties = 0 if noise is None else sum(d.gap <= noise for d in report.differences)
