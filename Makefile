@@ -10,7 +10,7 @@ OLD_VENV := build/venv-transformers-$(OLD_TRANSFORMERS)
 # Tests share their cores with other work: threads that wait should sleep, not spin.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: install demo test lint format check-bf16 check-transformers clean
+.PHONY: install peers demo test lint format check-bf16 check-transformers clean
 
 install: $(VENV)/.installed
 
@@ -20,6 +20,12 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	touch $@
+
+# The rivals of `paceline bench --peer`: economize, and llama.cpp through node-llama-cpp, which goes into paceline's
+# cache folder. Needs Node.js 20 or newer.
+peers: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[peers]"
+	sh -c "$$($(BIN)/python -c 'from paceline.bench.peers.node_packages import install_command as c; print(c())')"
 
 demo: install
 	$(BIN)/paceline demo
