@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from paceline.errors import IncompatibleModelError
-from paceline.transfers import upload
+from paceline.kernels.cache import compact_rows
 
 BLOCK_LEN = 128
 
@@ -275,10 +275,8 @@ class KVCache(Cache):  # type: ignore[misc]
         """
         if list(path) == list(range(1, len(path) + 1)):
             return
-        source = upload(torch.tensor(path) + start, self._device)
         for buffer in self._buffers.values():
-            lane = buffer[:, slot]
-            lane[:, :, start + 1 : start + 1 + len(path)] = lane.index_select(2, source)
+            compact_rows(buffer[:, slot], start, path)
 
     @torch.inference_mode()
     def move(self, source: int, target: int, length: int) -> None:

@@ -33,6 +33,8 @@ from paceline.tree import DraftTree
 
 MAX_NODES = 64
 """Most nodes that a drafter is asked for under the adaptive budget."""
+LEAST_ASKED = 16
+"""Nodes that it is asked for at least."""
 MAX_DEPTH = 32
 LENGTH_STEP = 64
 """Cached tokens after which costs are read off anew."""
@@ -118,6 +120,8 @@ class AdaptiveBudget:
         self._claimed = torch.full((MAX_DEPTH,), PRIOR, dtype=torch.float64)
         self._accepted = torch.full((MAX_DEPTH,), PRIOR, dtype=torch.float64)
         self._draft_seconds = 0.0
+        # The most nodes that a sequence kept lately: asking for many more would only be sorted out again.
+        self._most_kept = float(max_nodes)
         self._pause = 0
         self._next_pause = FIRST_PAUSE
         self._num_timed = 0
@@ -135,7 +139,7 @@ class AdaptiveBudget:
         if self._pause > 0:
             self._pause -= 1
             return 0
-        return self.max_nodes
+        return min(self.max_nodes, LEAST_ASKED + int(2 * self._most_kept))
 
     def prune(self, trees: Seq[DraftTree], cached_len: float) -> list[DraftTree]:
         """Keep the nodes with which the round's expected tokens per second are highest."""
@@ -155,7 +159,10 @@ class AdaptiveBudget:
         best = int(rates.argmax())
         # Drafting is paid for by now; whether to draft next time is decided when the round is over.
         self._expected, self._forward_seconds = num_sequences + float(gains[best]), float(seconds[best])
-        return [tree.take(best) for tree in corrected] if self._pads else _share(corrected, best)
+        kept = [tree.take(best) for tree in corrected] if self._pads else _share(corrected, best)
+        most = max(tree.num_draft_tokens for tree in kept)
+        self._most_kept = max(most, WINDOW_DECAY * self._most_kept)
+        return kept
 
     def observe(self, trees: Seq[DraftTree], results: Seq[VerifyResult], timing: RoundTiming) -> None:
         """Compare what the verified nodes were worth with what was accepted; note the drafting time."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from paceline.errors import UnsupportedFeatureError
@@ -40,21 +39,27 @@ class GreedyVerifier:
     ) -> list[VerifyResult]:
         """Keep, in each tree, the path along which every token is the argmax of its parent's row."""
         starts = tree_starts(trees, logits)
-        chosen = argmax_rows(logits).cpu()  # [R], the one synchronisation
+        chosen = argmax_rows(logits).tolist()  # [R], the one synchronisation
         return [_follow(tree, chosen[start : start + len(tree)]) for tree, start in zip(trees, starts)]
 
     def release(self, sequence: Sequence) -> None:
         """Nothing is remembered between rounds."""
 
 
-def _follow(tree: DraftTree, chosen: Tensor) -> VerifyResult:
-    """Path of `tree` along the tokens `chosen` [N + 1] after each node."""
-    matches = tree.token_ids[1:] == chosen[tree.parents[1:]]
+def _follow(tree: DraftTree, chosen: list[int]) -> VerifyResult:
+    """Path of `tree` along the tokens `chosen` [N + 1] after each node.
+
+    Parents come before children and siblings differ, so one pass meets the path in order. It runs over lists:
+    for a few dozen nodes that takes less than the first of the tensor operations that could replace it.
+    """
     path: list[int] = []
+    accepted: list[int] = []
     node = 0
-    # Parents come before children and siblings differ, so one pass over the matches meets the path in order.
-    for candidate in (torch.nonzero(matches)[:, 0] + 1).tolist():
-        if int(tree.parents[candidate]) == node:
-            node = candidate
-            path.append(candidate)
-    return VerifyResult(tuple(path), tuple(tree.token_ids[path].tolist()), int(chosen[node]))
+    if len(chosen) > 1:
+        edges = zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True)
+        for candidate, (parent, token_id) in enumerate(edges):
+            if parent == node and token_id == chosen[node]:
+                node = candidate
+                path.append(candidate)
+                accepted.append(token_id)
+    return VerifyResult(tuple(path), tuple(accepted), chosen[node])

@@ -1,0 +1,42 @@
+"""Moving rows of the key-value cache on a CPU, with the compiled kernels where they are loaded."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.build import loaded_kernels
+from paceline.transfers import upload
+
+
+def compact_rows(lane: Tensor, start: int, path: Seq[int]) -> None:
+    """Move rows `start + path[i]` to `start + 1 + i`, in place.
+
+    In torch this takes a copy of the rows, and torch's own threads, which go on spinning while the next
+    forward wants the cores.
+
+    Args:
+        lane: [G, H, S, D], one slot of a cache; rows of D are contiguous.
+        start: row of a tree's root.
+        path: nodes of the tree, ascending, parents first.
+    """
+    library = loaded_kernels() if lane.device.type == "cpu" else None
+    if library is None or lane.stride(3) != 1 or lane.stride(2) != lane.shape[3]:
+        source = upload(torch.tensor(path) + start, lane.device)
+        lane[:, :, start + 1 : start + 1 + len(path)] = lane.index_select(2, source)
+        return
+    size, nodes = lane.element_size(), array("q", path)
+    library.paceline_compact(
+        ctypes.c_void_p(lane.data_ptr() + start * lane.stride(2) * size),
+        ctypes.c_int64(lane.shape[0]),
+        ctypes.c_int64(lane.stride(0) * size),
+        ctypes.c_int64(lane.shape[1]),
+        ctypes.c_int64(lane.stride(1) * size),
+        ctypes.c_int64(lane.shape[3] * size),
+        ctypes.c_void_p(nodes.buffer_info()[0]),
+        ctypes.c_int64(len(path)),
+    )

@@ -1,0 +1,36 @@
+"""Compaction of an accepted path: the compiled move against torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.kernels import build
+from paceline.kernels.cache import compact_rows
+
+PATHS = [[1, 2, 3], [3], [1, 4, 9], [2, 3, 4, 11], []]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("path", PATHS, ids=str)
+def test_rows_of_the_path_end_up_behind_the_root(path, dtype, monkeypatch):
+    """Nothing else moves: not other slots, and not what stands before the root or behind the path."""
+    build.load_kernels()
+    cache = torch.randn(6, 3, 2, 20, 16).to(dtype)  # [G, slots, H, S, D]
+    expected = cache.clone()
+    expected[:, 1, :, 6 : 6 + len(path)] = cache[:, 1, :, [5 + node for node in path]].clone()
+    in_torch = cache.clone()
+    compact_rows(cache[:, 1], 5, path)
+    assert torch.equal(cache, expected)
+    monkeypatch.setattr(build, "_LOADED", {})
+    compact_rows(in_torch[:, 1], 5, path)
+    assert torch.equal(in_torch, expected)
+
+
+def test_rows_that_are_not_contiguous_are_left_to_torch():
+    build.load_kernels()
+    cache = torch.randn(4, 1, 2, 16, 20).transpose(3, 4)
+    expected = cache.clone()
+    expected[:, 0, :, 6] = cache[:, 0, :, 8]
+    compact_rows(cache[:, 0], 5, [3])
+    assert torch.equal(cache, expected)
