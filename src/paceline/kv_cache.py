@@ -273,8 +273,6 @@ class KVCache(Cache):  # type: ignore[misc]
             start: position of the tree's root.
             path: kept nodes, parents first; node i was written at `start + i`.
         """
-        if list(path) == list(range(1, len(path) + 1)):
-            return
         for buffer in self._buffers.values():
             compact_rows(buffer[:, slot], start, path)
 

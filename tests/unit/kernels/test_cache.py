@@ -18,7 +18,8 @@ def test_rows_of_the_path_end_up_behind_the_root(path, dtype, monkeypatch):
     build.load_kernels()
     cache = torch.randn(6, 3, 2, 20, 16).to(dtype)  # [G, slots, H, S, D]
     expected = cache.clone()
-    expected[:, 1, :, 6 : 6 + len(path)] = cache[:, 1, :, [5 + node for node in path]].clone()
+    for place, node in enumerate(path):
+        expected[:, 1, :, 6 + place] = cache[:, 1, :, 5 + node]
     in_torch = cache.clone()
     compact_rows(cache[:, 1], 5, path)
     assert torch.equal(cache, expected)
