@@ -87,11 +87,34 @@ class BenchmarkReport:
             rows = [row for row in self.rows if (row.suite, row.batch_size) == (suite, batch_size)]
             lines += ["", f"## {suite}, batch {batch_size}, {rows[0].num_prompts} prompts", ""]
             lines += markdown_table(rows)
+        lines += self.time_lines()
         lines += self.peer_lines()
         lines += self.roofline_lines()
         for plot in plots:
             lines += ["", f"![{plot.stem}]({plot.name})"]
         return "\n".join([*lines, *self._difference_lines()]) + "\n"
+
+    def time_lines(self) -> list[str]:
+        """Where the time of a round goes."""
+        rows = [row for row in self.rows if row.round_ms is not None]
+        if not rows:
+            return []
+        return [
+            "",
+            "## The time of a round, in milliseconds",
+            "",
+            "Means over all rounds, those that read a prompt included.",
+            "",
+            "| suite | batch | drafter | verifier | nodes | draft | forward | verify | commit | host |",
+            "|" + "---|" * 10,
+            *(
+                f"| {row.suite} | {row.batch_size} | {' | '.join(table_cells(row)[:3])} | "
+                f"{_figure(row.draft_ms_per_round, 2)} | {_figure(row.forward_ms_per_round, 2)} | "
+                f"{_figure(row.verify_ms_per_round, 2)} | {_figure(row.commit_ms_per_round, 2)} | "
+                f"{_figure(row.host_ms_per_round, 2)} |"
+                for row in rows
+            ),
+        ]
 
     def peer_lines(self) -> list[str]:
         """What the rivals are, and how many of their answers have the reference's ids."""

@@ -34,6 +34,10 @@ class ResultRow:
         mean_acceptance_length: tokens a round, the target's own included.
         accepted_per_round: drafted tokens kept a round.
         draft_ms_per_round: milliseconds in the drafter.
+        forward_ms_per_round: milliseconds in the target's forward, its output layer included.
+        verify_ms_per_round: milliseconds in processors and verifier.
+        commit_ms_per_round: milliseconds in which kept tokens were added to sequence, cache and drafter.
+        host_ms_per_round: what remains of the answer's time: bookkeeping between and around these.
         round_ms: milliseconds of a whole round (of the batch).
         mean_forward_width: tree rows of a forward and sequence, root included.
         identical_fraction: share of prompts whose ids equal the reference's.
@@ -55,6 +59,10 @@ class ResultRow:
     mean_acceptance_length: Interval | None
     accepted_per_round: Interval | None
     draft_ms_per_round: float | None
+    forward_ms_per_round: float | None
+    verify_ms_per_round: float | None
+    commit_ms_per_round: float | None
+    host_ms_per_round: float | None
     round_ms: float | None
     mean_forward_width: float | None
     identical_fraction: float | None
@@ -133,6 +141,10 @@ def _row(
         mean_acceptance_length=bootstrap.ratio(tokens, rounds) if counted else None,
         accepted_per_round=bootstrap.ratio(accepted, rounds) if counted else None,
         draft_ms_per_round=_per_round(counted, [s.draft_seconds for s in counted], 1000),
+        forward_ms_per_round=_per_round(counted, [s.forward_seconds for s in counted], 1000),
+        verify_ms_per_round=_per_round(counted, [s.verify_seconds for s in counted], 1000),
+        commit_ms_per_round=_per_round(counted, [s.commit_seconds for s in counted], 1000),
+        host_ms_per_round=_per_round(counted, [s.seconds - _round_seconds(s) for s in counted], 1000),
         round_ms=_per_round(counted, [_round_seconds(s) for s in counted], 1000),
         mean_forward_width=_per_round(counted, [s.mean_forward_width * s.num_rounds for s in counted], 1),
         identical_fraction=_identical_fraction(own, measured, reference_arm(arm, arms)),

@@ -40,6 +40,10 @@ def row(drafter="phrase", width=8, suite="builtin", **changes):
         "mean_acceptance_length": None if baseline else figure,
         "accepted_per_round": None if baseline else figure,
         "draft_ms_per_round": None if baseline else 1.25,
+        "forward_ms_per_round": None if baseline else 55.5,
+        "verify_ms_per_round": None if baseline else 0.75,
+        "commit_ms_per_round": None if baseline else 0.5,
+        "host_ms_per_round": None if baseline else 0.25,
         "round_ms": None if baseline else 60.5,
         "mean_forward_width": None if baseline else 8.5,
         "identical_fraction": None if baseline else 0.5,
@@ -58,6 +62,13 @@ def test_results_hold_the_rows_and_what_is_needed_to_repeat_them(tmp_path):
     assert stored["command"] == "paceline bench"
     assert stored["rows"][0]["tokens_per_second"] == {"value": 2.0, "low": 1.5, "high": 2.5}
     assert stored["differences"][0]["gap"] == 0.125
+
+
+def test_the_time_of_a_round_has_a_table_of_its_own():
+    text = BenchmarkReport(METADATA, [row("hf_generate"), row()], []).as_markdown()
+    assert "| builtin | 1 | phrase | greedy | 8 | 1.25 | 55.50 | 0.75 | 0.50 | 0.25 |" in text
+    assert "| builtin | 1 | hf_generate |" not in text
+    assert "The time of a round" not in BenchmarkReport(METADATA, [row("hf_generate")], []).as_markdown()
 
 
 def test_an_infinite_gap_is_null_in_json():

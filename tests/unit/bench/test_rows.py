@@ -54,6 +54,10 @@ def test_acceptance_is_counted_with_and_without_the_bonus(rows):
 
 def test_times_and_widths_are_means_over_rounds(rows):
     assert rows["phrase"].draft_ms_per_round == pytest.approx(1.0)
+    assert rows["phrase"].forward_ms_per_round == pytest.approx(7.0)
+    assert rows["phrase"].verify_ms_per_round == pytest.approx(1.0)
+    assert rows["phrase"].commit_ms_per_round == pytest.approx(1.0)
+    assert rows["phrase"].host_ms_per_round == pytest.approx(0.5)
     assert rows["phrase"].round_ms == pytest.approx(10.0)
     assert rows["phrase"].mean_forward_width == pytest.approx((2 * 7 + 9) / 3)
 
