@@ -5,12 +5,12 @@
 // lie side by side and its worth is one difference of a running sum (vocabularies/trie.py). A head with a step also
 // guesses the phrases behind the likeliest first ones; vocabularies/chains.py tells how the two are merged.
 #include <algorithm>
-#include <queue>
-#include <unordered_map>
 #include <vector>
 
+#include "guess.hpp"
 #include "layers.hpp"
 #include "linear.hpp"
+#include "merged_tree.hpp"
 #include "threads.hpp"
 
 namespace paceline {
@@ -22,16 +22,6 @@ struct PhraseHead {
   int32_t depth, num_inputs, input_size;
   int32_t output_dtype;  // 0: fp32, 1: bf16.
   float norm_eps, input_eps;
-};
-
-struct Trie {
-  const int32_t* tokens;
-  const int32_t* parents;  // -1 below the root.
-  const int32_t* depths;
-  const int32_t* starts;  // First phrase beneath each node, and the one behind the last.
-  const int32_t* ends;
-  int32_t num_nodes, num_entries;
-  double tie;  // Of nodes of equal worth the upper one comes first: worth times (1 - tie * depth).
 };
 
 struct Chain {
@@ -104,24 +94,6 @@ class PhraseDrafter {
   }
 
  private:
-  struct Node {
-    double worth;
-    int32_t number;
-    bool operator<(const Node& other) const {
-      return worth > other.worth || (worth == other.worth && number < other.number);
-    }
-  };
-  // What one distribution over phrases amounts to.
-  struct Guess {
-    std::vector<double> running;  // Sums of exponentials over the phrases in trie order.
-    double whole;                 // Over everything, other text included.
-    std::vector<int32_t> nodes;   // The most valuable trie nodes, ascending.
-    std::vector<int32_t> entries;  // The likeliest phrases.
-    double mass(const Trie& trie, int node) const {
-      return (running[trie.ends[node]] - running[trie.starts[node]]) / whole;
-    }
-    double chance(int entry) const { return (running[entry + 1] - running[entry]) / whole; }
-  };
   // Buffers of a few rows on their way through layers to scores.
   struct Work {
     int widest, scores_stride, narrow_stride;
@@ -248,95 +220,6 @@ class PhraseDrafter {
       store(out + d, is_residual ? load(residual + d) + y : y);
     }
   }
-
-  // Softmax, running sums, the most valuable nodes and the likeliest phrases. Scores behind those of the phrases
-  // count into the whole only.
-  void guess(const Trie& trie, int num_scores, float* scores, int max_nodes, int num_entries, Guess& out) {
-    // Columns behind the last score are padding.
-    for (int i = num_scores; i % LANES; i++) scores[i] = -INFINITY;
-    v16f highest = splat(-INFINITY);
-    for (int i = 0; i < num_scores; i += LANES) highest = maximum(load(scores + i), highest);
-    const float most = maximum(highest);
-    for (int i = 0; i < num_scores; i += LANES) store(scores + i, exponential(load(scores + i) - most));
-    out.running.resize(num_scores + 1);
-    out.running[0] = 0.0;
-    for (int i = 0; i < num_scores; i++) out.running[i + 1] = out.running[i] + scores[i];
-    out.whole = out.running[num_scores];
-    likeliest(scores, trie.num_entries, num_entries, out.entries);
-    // A heap of the best so far, the least of them on top.
-    std::priority_queue<Node> best;
-    double least = 0.0;
-    for (int node = 0; node < trie.num_nodes; node++) {
-      const double mass = out.running[trie.ends[node]] - out.running[trie.starts[node]];
-      if (mass <= least) continue;
-      const double worth = mass * (1.0 - trie.tie * trie.depths[node]);
-      if (int(best.size()) == max_nodes) {
-        if (!(Node{worth, node} < best.top())) continue;
-        best.pop();
-      }
-      best.push({worth, node});
-      if (int(best.size()) == max_nodes) least = best.top().worth;
-    }
-    out.nodes.clear();
-    for (; !best.empty(); best.pop()) out.nodes.push_back(best.top().number);
-    std::sort(out.nodes.begin(), out.nodes.end());
-  }
-  static void likeliest(const float* scores, int size, int count, std::vector<int32_t>& out) {
-    out.clear();
-    float least = -1.0f;
-    for (int i = 0; i < size && count; i++) {
-      if (int(out.size()) == count && scores[i] <= least) continue;
-      if (int(out.size()) == count) out.pop_back();
-      auto place = std::find_if(out.begin(), out.end(), [&](int entry) { return scores[i] > scores[entry]; });
-      out.insert(place, i);
-      least = scores[out.back()];
-    }
-  }
-
-  // A node of a merged tree. The root is number -1.
-  struct Merged {
-    int32_t token, parent, depth, node;  // `node` is that of the first trie, or -1.
-    double worth;
-  };
-  class Merger {
-   public:
-    Merger(const Trie& trie, const Guess& guess) : trie_(trie), guess_(guess) {}
-    std::vector<Merged> nodes;
-
-    // The child of a node by a token; one that is new is worth its mass in the first trie.
-    int child(int parent, int token) {
-      const auto [found, is_new] = numbers_.try_emplace((int64_t(parent) + 1) << 32 | token, int(nodes.size()));
-      if (!is_new) return found->second;
-      const int above = parent < 0 ? -1 : nodes[parent].node;
-      const int node = parent < 0 || above >= 0 ? find(above, token) : -1;
-      nodes.push_back({token, parent, parent < 0 ? 1 : nodes[parent].depth + 1, node,
-                       node < 0 ? 0.0 : guess_.mass(trie_, node)});
-      return found->second;
-    }
-    // A node of the first trie, with all above it.
-    int first(int node) {
-      const int parent = trie_.parents[node] < 0 ? -1 : first(trie_.parents[node]);
-      return child(parent, trie_.tokens[node]);
-    }
-
-   private:
-    // Nodes are numbered by level, then by parent, then by token.
-    int find(int parent, int token) const {
-      int low = 0, high = trie_.num_nodes;
-      while (low < high) {
-        const int middle = (low + high) / 2;
-        const bool is_before = trie_.parents[middle] < parent ||
-                               (trie_.parents[middle] == parent && trie_.tokens[middle] < token);
-        if (is_before) low = middle + 1;
-        else high = middle;
-      }
-      return low < trie_.num_nodes && trie_.parents[low] == parent && trie_.tokens[low] == token ? low : -1;
-    }
-
-    const Trie& trie_;
-    const Guess& guess_;
-    std::unordered_map<int64_t, int> numbers_;
-  };
 
   void merge(const Drafts& call, int row) {
     const Guess& guess = guesses_[row];
