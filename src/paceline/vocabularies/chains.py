@@ -10,7 +10,7 @@ a single trie.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -73,6 +73,41 @@ class _Paths:
     depths: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """What is looked up where the probabilities are.
+
+    Attributes:
+        padded_ids: int64 [E, L], tokens of each phrase, padded with 0.
+        lengths: int64 [E], how many there are.
+        paths: int64 [E, L], nodes along each phrase from its first token on, -1 behind its end.
+        hashes: int64 [T], path hash of each node of the trie of first phrases.
+        sorted_hashes: the same in order.
+        by_hash: int64 [T], the node of each of those.
+        follower_hashes: path hash of each node of the trie of followers.
+        follower_depths: its depth.
+        powers: int64, the base of the hashes to the power of 0, 1, ...
+    """
+
+    padded_ids: Tensor
+    lengths: Tensor
+    paths: Tensor
+    hashes: Tensor
+    sorted_hashes: Tensor
+    by_hash: Tensor
+    follower_hashes: Tensor
+    follower_depths: Tensor
+    powers: Tensor
+
+    def to(self, device: torch.device) -> _Tables:
+        """A copy on a device."""
+        return _Tables(*[getattr(self, field.name).to(device) for field in fields(self)])
+
+    def ends(self, entries: Tensor) -> Tensor:
+        """Trie node at which each phrase ends: int64 [...] -> int64 [...]."""
+        return self.paths[entries].gather(-1, (self.lengths[entries] - 1)[..., None])[..., 0]
+
+
 class PhraseChains:
     """Both tries and what merging them needs.
 
@@ -85,16 +120,21 @@ class PhraseChains:
     def __init__(self, trie: TokenTrie, token_ids: Seq[tuple[int, ...]], num_followers: int) -> None:
         self.trie = trie
         self.followers = TokenTrie(token_ids[:num_followers])
-        self.hashes = _path_hashes(trie)
-        self.follower_hashes = _path_hashes(self.followers)
-        self._powers = _powers(int(self.followers.depths.max()) + 1)
         longest = max(map(len, token_ids))
-        self.lengths = torch.tensor([len(ids) for ids in token_ids])
-        self.padded_ids = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in token_ids])
-        self.paths = _entry_paths(trie, longest)
-        order = self.hashes.argsort()
-        self._sorted_hashes, self._by_hash = self.hashes[order], order
-        self._device_tensors: dict[torch.device, tuple[Tensor, ...]] = {}
+        hashes = _path_hashes(trie)
+        order = hashes.argsort()
+        self._tables = _Tables(
+            padded_ids=torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in token_ids]),
+            lengths=torch.tensor([len(ids) for ids in token_ids]),
+            paths=_entry_paths(trie, longest),
+            hashes=hashes,
+            sorted_hashes=hashes[order],
+            by_hash=order,
+            follower_hashes=_path_hashes(self.followers),
+            follower_depths=self.followers.depths,
+            powers=_powers(int(self.followers.depths.max()) + 1),
+        )
+        self._on_devices: dict[torch.device, _Tables] = {torch.device("cpu"): self._tables}
 
     def likeliest(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         """The first phrases to go on from: [B, E] -> chances [B, m] and entries int64 [B, m]."""
@@ -103,8 +143,8 @@ class PhraseChains:
 
     def token_ids_of(self, entries: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens of entries, padded with 0, and how many: int64 [...] -> int64 [..., L], int64 [...]."""
-        padded, lengths = self._on(entries.device)[:2]
-        return padded[entries], lengths[entries]
+        tables = self._on(entries.device)
+        return tables.padded_ids[entries], tables.lengths[entries]
 
     @torch.no_grad()
     def trees(
@@ -127,13 +167,13 @@ class PhraseChains:
             probabilities = probabilities.cpu()  # float64 does not exist there
         device = probabilities.device
         entries, followers = second.entries.to(device), second.followers.to(device)
-        _, _, paths, sorted_hashes, by_hash, hashes, follower_hashes, powers, depths = self._on(device)
+        tables = self._on(device)
         mass = self.trie.node_mass(probabilities)
         # Node -1, the filling of `paths`, stands behind the last one and is worth nothing.
         padded = functional.pad(mass, (0, 1))
         last = len(self.trie)
         top = self.trie.top_nodes(mass, max_nodes)
-        above = paths[entries].flatten(1)
+        above = tables.paths[entries].flatten(1)
         nodes = torch.cat([top, above], dim=1)
         num_rows, num_first, _ = followers.shape
         behind = self.followers.node_mass(followers.flatten(0, 1))
@@ -141,10 +181,10 @@ class PhraseChains:
         chosen = best.view(num_rows, num_first, -1)
         worth = behind.gather(1, best).view_as(chosen) * second.probabilities.to(device).double()[..., None]
         # The same text may be a path of the first trie: its mass there counts as well.
-        ends = hashes[self._ends(paths, entries)][..., None]
-        wanted = ends * powers[depths[chosen]] + follower_hashes[chosen]
-        place = torch.searchsorted(sorted_hashes, wanted).clamp(max=len(sorted_hashes) - 1)
-        twin = torch.where(sorted_hashes[place] == wanted, by_hash[place], -1)
+        start = tables.hashes[tables.ends(entries)][..., None]
+        wanted = start * tables.powers[tables.follower_depths[chosen]] + tables.follower_hashes[chosen]
+        place = torch.searchsorted(tables.sorted_hashes, wanted).clamp(max=last - 1)
+        twin = torch.where(tables.sorted_hashes[place] == wanted, tables.by_hash[place], -1)
         own = padded.gather(1, twin.flatten(1).remainder(last + 1)).view_as(worth)
         parts = (nodes, padded.gather(1, nodes.remainder(last + 1)), entries, chosen, worth, own)
         shapes = [part.shape[1:] for part in parts]
@@ -156,23 +196,18 @@ class PhraseChains:
         )
         return [_Found(*row) for row in rows]
 
-    def _ends(self, paths: Tensor, entries: Tensor) -> Tensor:
-        """Trie node at which each entry ends."""
-        lengths = self._on(entries.device)[1]
-        return paths[entries].gather(-1, (lengths[entries] - 1)[..., None])[..., 0]
-
     def _paths(self, found: _Found) -> _Paths:
         """Nodes of the first trie, then followers."""
-        trie, behind = self.trie, self.followers
+        trie, behind, tables = self.trie, self.followers, self._tables
         nodes, entries, chosen = found.nodes.long(), found.entries.long(), found.followers.long()
         above = trie.parents[nodes]
-        ends = self._ends(self.paths, entries)[:, None]
-        start, depths, parents = self.hashes[ends], behind.depths[chosen], behind.parents[chosen]
-        follower_parents = start * self._powers[depths - 1] + self.follower_hashes[parents]
+        ends = tables.ends(entries)[:, None]
+        start, depths, parents = tables.hashes[ends], behind.depths[chosen], behind.parents[chosen]
+        follower_parents = start * tables.powers[depths - 1] + tables.follower_hashes[parents]
         columns = (
-            (self.hashes[nodes], start * self._powers[depths] + self.follower_hashes[chosen]),
+            (tables.hashes[nodes], start * tables.powers[depths] + tables.follower_hashes[chosen]),
             (
-                torch.where(above < 0, 0, self.hashes[above]),
+                torch.where(above < 0, 0, tables.hashes[above]),
                 torch.where(parents < 0, start, follower_parents),
             ),
             (trie.token_ids[nodes], behind.token_ids[chosen]),
@@ -207,22 +242,11 @@ class PhraseChains:
             torch.cat([torch.ones(1), values[kept].float()]),
         )
 
-    def _on(self, device: torch.device) -> tuple[Tensor, ...]:
-        """The tensors on a device; copied there once."""
-        if device not in self._device_tensors:
-            own = (
-                self.padded_ids,
-                self.lengths,
-                self.paths,
-                self._sorted_hashes,
-                self._by_hash,
-                self.hashes,
-                self.follower_hashes,
-                self._powers,
-                self.followers.depths,
-            )
-            self._device_tensors[device] = tuple(tensor.to(device) for tensor in own)
-        return self._device_tensors[device]
+    def _on(self, device: torch.device) -> _Tables:
+        """The tables on a device; copied there once."""
+        if device not in self._on_devices:
+            self._on_devices[device] = self._tables.to(device)
+        return self._on_devices[device]
 
 
 def _powers(count: int) -> Tensor:
