@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from paceline.drafters.none import NoDrafter
+from paceline.drafters.phrase_trees import phrase_embeddings
 from paceline.engine.generator import Generator
 from paceline.heads.checkpoint import save_head
 from paceline.heads.phrase import PhraseHead, PhraseHeadConfig
@@ -94,7 +95,9 @@ def phrase_head_of(
         target = target_of(architecture)
         texts = [oracle_of(architecture, tuple(prompt), 24) for prompt in PROMPTS]
         vocabulary = PhraseVocabulary.mine(texts * 2, tokenizer, num_entries=150, criterion="count")
-        shape = PhraseHeadConfig(target.hidden_size, len(vocabulary), width=16)
+        shape = PhraseHeadConfig(
+            target.hidden_size, len(vocabulary), width=16, chain_entries=min(100, len(vocabulary))
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             head = PhraseHead(shape)
@@ -109,20 +112,34 @@ def phrase_head_of(
 def _teach(
     head: PhraseHead, target: HuggingFaceTarget, vocabulary: PhraseVocabulary, texts: list[list[int]]
 ) -> None:
-    """Fit a head: the state before the newest token, and that token, predict the phrase behind it."""
-    inputs, labels = [], []
+    """Fit a head: the state before the newest token, and that token, predict the phrase behind it.
+
+    And the step behind that phrase; what follows it is the phrase that is predicted where it ends.
+    """
+    inputs, labels, followers = [], [], []
+    lengths = torch.tensor([len(ids) for ids in vocabulary.token_ids])
     for prompt, text in zip(PROMPTS, texts, strict=True):
         ids, first = torch.tensor([*prompt, *text]), len(prompt)
         with torch.no_grad():
             states = target.model(input_ids=ids[None], output_hidden_states=True).hidden_states[-1][0]
             inputs.append(head.join_inputs(states[first - 1 : -2], target.embedding(ids[first:-1])))
-        labels.append(vocabulary.label(text)[1:])
+        own = vocabulary.label(text)
+        ends = torch.arange(len(own)) + lengths[own]
+        behind = torch.where(ends < len(own), own[ends.clamp(max=len(own) - 1)], -1)
+        labels.append(own[1:])
+        followers.append(behind.clamp(max=head.config.chain_entries)[1:])
+    entries = torch.cat(labels)
+    longest = max(map(len, vocabulary.token_ids))
+    padded = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in vocabulary.token_ids])
+    with torch.no_grad():
+        phrases = phrase_embeddings(target.embedding(padded[entries]), lengths[entries])
     optimizer = torch.optim.Adam(head.parameters(), lr=0.01)
     for _ in range(120):
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(
-            head(torch.cat(inputs)), torch.cat(labels), ignore_index=-1
-        ).backward()
+        scores, behind_scores = head(torch.cat(inputs), *phrases)
+        loss = torch.nn.functional.cross_entropy(scores, entries, ignore_index=-1)
+        loss = loss + torch.nn.functional.cross_entropy(behind_scores, torch.cat(followers), ignore_index=-1)
+        loss.backward()
         optimizer.step()
     head.eval()
 
