@@ -49,6 +49,9 @@ def phrase(
     feature_layers: Annotated[
         str, Option(help="Layers whose inputs the head reads besides the final state, separated by commas.")
     ] = "",
+    inputs: Annotated[
+        str, Option(help="Vectors that the head reads: hidden, newest_token_embedding or both, by commas.")
+    ] = "hidden,newest_token_embedding",
     drafter: Annotated[str, Option(help="Drafter used while generating.")] = "none",
     head: Annotated[Path | None, Option(help="Head of that drafter.")] = None,
     workers: Annotated[int, Option(help="Processes that generate side by side; on a CPU, one per core.")] = 1,
@@ -91,11 +94,12 @@ def phrase(
 ) -> None:
     """Train a phrase head: prompts, the target's own answers, vocabulary, fit, evaluation, head folder."""
     given = dict(locals())
-    from paceline.cli.bench import numbers
+    from paceline.cli.bench import names, numbers
     from paceline.training.options import TrainingOptions
     from paceline.training.pipeline import TrainingRun
 
     given["data"], given["exclude"] = tuple(data or ()), tuple(exclude or ())
+    given["inputs"] = tuple(names(inputs))
     given["feature_layers"] = tuple(numbers("--feature-layers", feature_layers))
     print_report(TrainingRun(TrainingOptions(**given)).run())
 

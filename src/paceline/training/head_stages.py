@@ -83,8 +83,8 @@ def fit_dependencies(context: RunContext) -> dict[str, Any]:
         "dropout", "loss", "epochs", "learning_rate", "weight_decay", "train_batch_size", "patience",
         "ema_decay", "seed",
     )  # fmt: skip
-    shape = ("width", "depth", "feature_layers", "chain_entries") if context.options.init is None else ()
-    return context.options.chosen(*names, *shape)
+    shape = ("width", "depth", "inputs", "feature_layers", "chain_entries")
+    return context.options.chosen(*names, *(shape if context.options.init is None else ()))
 
 
 def run_fit(context: RunContext, reported: Reported) -> dict[str, Any]:
@@ -155,6 +155,7 @@ def _config(context: RunContext, vocabulary: PhraseVocabulary) -> PhraseHeadConf
         num_entries=len(vocabulary),
         width=options.width,
         depth=options.depth,
+        inputs=options.inputs,
         feature_layers=options.feature_layers,
         dropout=options.dropout,
         chain_entries=min(options.chain_entries, len(vocabulary)),

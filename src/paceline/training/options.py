@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.config import DTYPES, check_known
 from paceline.errors import ConfigError
+from paceline.heads.phrase import INPUTS
 
 STAGES = ("prompts", "answers", "vocabulary", "fit", "evaluation", "export")
 LOSSES = ("longest", "mass", "mean_mass")
@@ -31,6 +32,7 @@ class TrainingOptions:
         temperature: of the answers; 0 is greedy.
         follow_ups: fraction of synthesised conversations that get a second turn.
         feature_layers: layers whose inputs are recorded, and read by the head, beside the final hidden state.
+        inputs: vectors that the head reads besides those layers, of `heads.phrase.INPUTS`.
         drafter: used while generating.
         head: its head.
         workers: processes that generate side by side.
@@ -75,6 +77,7 @@ class TrainingOptions:
     temperature: float = 0.0
     follow_ups: float = 0.3
     feature_layers: tuple[int, ...] = ()
+    inputs: tuple[str, ...] = INPUTS
     drafter: str = "none"
     head: Path | None = None
     workers: int = 1
@@ -109,6 +112,8 @@ class TrainingOptions:
         """Refuse values out of range, naming the option, the value and the range."""
         check_known("stage", self.stop_after, STAGES)
         check_known("loss", self.loss, LOSSES)
+        for name in self.inputs:
+            check_known("input", name, INPUTS)
         check_known("criterion", self.criterion, ("accepted", "count"))
         check_known("dtype", self.dtype, ("auto", *DTYPES))
         check_known("dtype", self.export_dtype, DTYPES)

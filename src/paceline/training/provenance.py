@@ -59,7 +59,7 @@ def command_line(options: TrainingOptions) -> str:
                 words += [flag, _public_name(location)]
         elif name in ("out", "init", "head", "target"):
             words += [flag, _public_name(value)]
-        elif name == "feature_layers":
+        elif name in ("feature_layers", "inputs"):
             words += [flag, ",".join(map(str, value))]
         elif isinstance(value, bool):
             words.append(flag)

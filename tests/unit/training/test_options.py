@@ -23,6 +23,7 @@ from paceline.training.run_folder import RunFolder, stage_key
         ("learning_rate", 0.0),
         ("synthesise", -1),
         ("workers", 0),
+        ("chain_entries", -1),
         ("max_disk_gb", 0.0),
     ],
 )
@@ -38,11 +39,12 @@ def test_value_out_of_range_is_named_by_its_option(name: str, value: Any) -> Non
         ("stop_after", "fitt", "fit"),
         ("criterion", "counts", "count"),
         ("dtype", "bf", "bf16"),
+        ("inputs", ("hiden",), "hidden"),
     ],
 )
-def test_unknown_name_shows_the_nearest(name: str, value: str, nearest: str) -> None:
+def test_unknown_name_shows_the_nearest(name: str, value: Any, nearest: str) -> None:
     with pytest.raises(ConfigError, match=nearest):
-        TrainingOptions(out=Path("x"), **{name: value})  # type: ignore[arg-type]
+        TrainingOptions(out=Path("x"), **{name: value})
 
 
 def test_target_writes_prompts_when_there_are_no_data() -> None:
@@ -62,9 +64,11 @@ def test_command_names_what_differs_and_no_folder(tmp_path: Path) -> None:
         data=(str(tmp_path / "a.jsonl"), "owner/name"),
         width=300,
         feature_layers=(3, 9),
+        inputs=("hidden",),
     )
     assert command_line(options) == (
-        "paceline train phrase --out head --data a.jsonl --data owner/name --feature-layers 3,9 --width 300"
+        "paceline train phrase --out head --data a.jsonl --data owner/name --feature-layers 3,9 "
+        "--inputs hidden --width 300"
     )
 
 
