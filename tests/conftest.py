@@ -18,6 +18,7 @@ from paceline.heads.checkpoint import save_head
 from paceline.heads.phrase import PhraseHead, PhraseHeadConfig
 from paceline.targets.huggingface import HuggingFaceTarget
 from paceline.testing import greedy_oracle, tiny_model, tiny_tokenizer
+from paceline.vocabularies.chains import padded_token_ids
 from paceline.vocabularies.phrases import PhraseVocabulary
 
 ROOT = Path(__file__).parent.parent
@@ -129,8 +130,7 @@ def _teach(
         labels.append(own[1:])
         followers.append(behind.clamp(max=head.config.chain_entries)[1:])
     entries = torch.cat(labels)
-    longest = max(map(len, vocabulary.token_ids))
-    padded = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in vocabulary.token_ids])
+    padded = padded_token_ids(vocabulary.token_ids)
     with torch.no_grad():
         phrases = phrase_embeddings(target.embedding(padded[entries]), lengths[entries])
     optimizer = torch.optim.Adam(head.parameters(), lr=0.01)

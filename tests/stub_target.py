@@ -27,6 +27,8 @@ class StubTarget:
     num_layers = 1
     dtype = torch.float32
     device = torch.device("cpu")
+    embedding_table = None
+    pads_rows = True
 
     def __init__(self, law: Law, vocab_size: int, *, context_len: int = 1 << 20) -> None:
         self._law = law

@@ -18,6 +18,7 @@ from paceline.errors import ConfigError, UnsupportedFeatureError
 from paceline.kernels import build
 from paceline.sampling import SamplingParameters
 from paceline.sequence import Segment, Sequence
+from paceline.targets import huggingface
 from paceline.targets.huggingface import HuggingFaceTarget
 from paceline.testing import TINY_ARCHITECTURES, ReplayDrafter, greedy_oracle, tiny_model
 from paceline.tree import DraftTree
@@ -114,6 +115,55 @@ def test_a_token_has_the_same_bits_in_every_tree_and_batch(architecture, dtype, 
         node = int(((tree.parents == node) & (tree.token_ids == token)).nonzero()[0, 0])
         path.append(node)
     assert torch.equal(logits[[1 + node for node in path]], torch.stack(one_by_one))
+
+
+# Heads of a tile's width and of two, a tile half full of queries and overfull, a window that a path outgrows.
+TILE_SHAPES = {
+    "group of 3": {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2},
+    "group of 10": {"hidden_size": 320, "num_attention_heads": 10, "num_key_value_heads": 1},
+    "group of 17": {"hidden_size": 544, "num_attention_heads": 17, "num_key_value_heads": 1},
+    "heads of 64": {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "window of 8": {"hidden_size": 128, "sliding_window": 8},
+}
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("shape", TILE_SHAPES)
+def test_a_deep_and_wide_tree_has_the_bits_of_plain_decoding(shape, num_threads, monkeypatch):
+    """A path of 40 tokens among decoys, over several blocks of rows, in bf16: equal to one at a time."""
+    # Random weights of these sizes round by more than the check at load allows a real model.
+    monkeypatch.setattr(huggingface, "check_target", lambda *_: None)
+    name = "mistral-sliding" if "window" in shape else "llama"
+    model = tiny_model(name, dtype=torch.bfloat16, **TILE_SHAPES[shape])
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        target = HuggingFaceTarget(model, execution="fast")
+    finally:
+        torch.set_num_threads(before)
+    prompt, text = [(5 * i) % 70 + 9 for i in range(60)], [(7 * i) % 90 + 3 for i in range(40)]
+    one_by_one = []
+    sequence = Sequence(prompt, GREEDY, frozenset(), 256, seed=0)
+    prefix, root = tuple(prompt[:-1]), prompt[-1]
+    for token in text:
+        output = target.forward([Segment(sequence, prefix, DraftTree.root_only(root))])
+        one_by_one.append(output.tree_logits()[0])
+        commit_one(target, sequence, token)
+        prefix, root = (), token
+    target.release(sequence)
+    sequence = Sequence(prompt, GREEDY, frozenset(), 256, seed=0)
+    target.forward([Segment(sequence, tuple(prompt[:-1]), None)])
+    decoys = [[*text[:depth], 95, 94] for depth in range(0, 36, 3)]
+    tree = DraftTree.from_paths(prompt[-1], [*decoys[:6], text[:-1], *decoys[6:]])
+    logits = target.forward([Segment(sequence, (), tree)]).tree_logits()
+    node, path = 0, [0]
+    for token in text[:-1]:
+        [node] = ((tree.parents == node) & (tree.token_ids == token)).nonzero()[:, 0].tolist()
+        path.append(node)
+    assert torch.equal(logits[path], torch.stack(one_by_one))
+    with torch.no_grad():
+        eager = model(torch.tensor([[*prompt, *text[:-1]]])).logits[0, len(prompt) - 1 :]
+    assert float((logits[path] - eager).norm() / eager.norm()) < 0.2
 
 
 def commit_one(target, sequence, token):

@@ -37,7 +37,8 @@ class ResultRow:
         forward_ms_per_round: milliseconds in the target's forward, its output layer included.
         verify_ms_per_round: milliseconds in processors and verifier.
         commit_ms_per_round: milliseconds in which kept tokens were added to sequence, cache and drafter.
-        host_ms_per_round: what remains of the answer's time: bookkeeping between and around these.
+        host_ms_per_round: what remains of the answer's time: bookkeeping between and around these and, in
+            batches, waiting for the prompts of others.
         round_ms: milliseconds of a whole round (of the batch).
         mean_forward_width: tree rows of a forward and sequence, root included.
         identical_fraction: share of prompts whose ids equal the reference's.

@@ -50,8 +50,9 @@ def phrase(
         str, Option(help="Layers whose inputs the head reads besides the final state, separated by commas.")
     ] = "",
     inputs: Annotated[
-        str, Option(help="Vectors that the head reads: hidden, newest_token_embedding or both, by commas.")
-    ] = "hidden,newest_token_embedding",
+        str | None,
+        Option(help="Vectors that the head reads: hidden, newest_token_embedding; by default both."),
+    ] = None,
     drafter: Annotated[str, Option(help="Drafter used while generating.")] = "none",
     head: Annotated[Path | None, Option(help="Head of that drafter.")] = None,
     workers: Annotated[int, Option(help="Processes that generate side by side; on a CPU, one per core.")] = 1,
@@ -67,8 +68,9 @@ def phrase(
     width: Annotated[int, Option(help="Columns of the head's output layer.")] = 256,
     depth: Annotated[int, Option(help="Layers before it.")] = 2,
     chain_entries: Annotated[
-        int, Option(help="Phrases that may follow another one in a draft; 0 for one phrase at a time.")
-    ] = 4000,
+        int | None,
+        Option(help="Phrases that may follow another in a draft; by default 4,000; 0: one phrase at a time."),
+    ] = None,
     dropout: Annotated[float, Option(help="In the head, while training.")] = 0.1,
     loss: Annotated[str, Option(help="longest, mass or mean_mass.")] = "longest",
     epochs: Annotated[int, Option(help="Most passes over the data.")] = 12,
@@ -99,7 +101,7 @@ def phrase(
     from paceline.training.pipeline import TrainingRun
 
     given["data"], given["exclude"] = tuple(data or ()), tuple(exclude or ())
-    given["inputs"] = tuple(names(inputs))
+    given["inputs"] = None if inputs is None else tuple(names(inputs))
     given["feature_layers"] = tuple(numbers("--feature-layers", feature_layers))
     print_report(TrainingRun(TrainingOptions(**given)).run())
 

@@ -60,8 +60,7 @@ class PhraseDrafter:
         self._target = target
         self._head = _ready_to_draft(loaded.head, target.device)
         trie, token_ids = loaded.vocabulary.trie, loaded.vocabulary.token_ids
-        table = getattr(target, "embedding_table", None)
-        compiled = CompiledPhrases.where_possible(self._head, trie, token_ids, table)
+        compiled = CompiledPhrases.where_possible(self._head, trie, token_ids, target.embedding_table)
         self._trees = compiled or PhraseTrees(self._head, trie, token_ids, target.embedding)
         self.required_features: tuple[int, ...] = loaded.config.feature_layers
         self._states: dict[Sequence, _State] = {}

@@ -59,13 +59,13 @@ class PhraseTrees:
 
     def _second(self, chains: PhraseChains, state: Tensor, probabilities: Tensor) -> SecondPhrases:
         """What the step guesses behind the likeliest phrases of every row."""
-        chances, entries = chains.likeliest(probabilities)
+        entries = chains.likeliest(probabilities)
         token_ids, lengths = chains.token_ids_of(entries)
         last, mean = phrase_embeddings(self._embed(token_ids), lengths)
         states = state[:, None].expand(-1, entries.shape[1], -1)
         scores = self._head.chained_scores(*[part.flatten(0, 1) for part in (states, last, mean)])
         followers = torch.softmax(scores.float(), dim=-1)[:, :-1]
-        return SecondPhrases(entries, chances, followers.view(*entries.shape, -1))
+        return SecondPhrases(entries, followers.view(*entries.shape, -1))
 
 
 def phrase_embeddings(embedded: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

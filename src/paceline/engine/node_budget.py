@@ -67,7 +67,7 @@ def budget_of(
     if isinstance(width, int):
         return FixedBudget(width)
     cost = measured_cost(target, progress=progress)
-    return AdaptiveBudget(cost, pads=getattr(target, "pads_rows", True))
+    return AdaptiveBudget(cost, pads=target.pads_rows)
 
 
 class NodeBudget(Protocol):

@@ -1,4 +1,4 @@
-"""The kernels' structures for ctypes; field by field those of decoder.cpp, linear.hpp and attention.hpp."""
+"""The kernels' structures for ctypes; field by field those of the C++ files beside it."""
 
 from __future__ import annotations
 

@@ -93,21 +93,22 @@ class Decoder {
                   linear.in * sizeof(T));
       std::memset(rows + size_t(row) * stride + linear.in, 0, (stride - linear.in) * sizeof(T));
     }
+    auto keep = [&](int row, int pair, v16f left, v16f right) {
+      T* to = static_cast<T*>(out) + size_t(row) * linear.out + pair * PAIR;
+      const int room = linear.out - pair * PAIR;
+      if (room >= PAIR) {
+        store(to, left);
+        store(to + LANES, right);
+        return;
+      }
+      T both[PAIR];
+      store(both, left);
+      store(both + LANES, right);
+      std::memcpy(to, both, room * sizeof(T));
+    };
     pool_->run([&](int thread) {
       open_tiles();
-      multiply_share<T>(*pool_, thread, linear, rows, stride, num_rows, nullptr, [&](int row, int pair, v16f left, v16f right) {
-        T* to = static_cast<T*>(out) + size_t(row) * linear.out + pair * PAIR;
-        const int room = linear.out - pair * PAIR;
-        if (room >= PAIR) {
-          store(to, left);
-          store(to + LANES, right);
-          return;
-        }
-        T both[PAIR];
-        store(both, left);
-        store(both + LANES, right);
-        std::memcpy(to, both, room * sizeof(T));
-      });
+      multiply_share<T>(*pool_, thread, linear, rows, stride, num_rows, nullptr, keep);
       close_tiles();
     });
   }
@@ -173,18 +174,19 @@ class Decoder {
                   s.normed_mlp + size_t(row) * s.hidden_stride);
     });
     pool_->barrier();
-    multiply_share<T>(*pool_, thread, layer.qkv, s.normed, s.hidden_stride, rows, &layer.attention_out,
-                      [&](int row, int pair, v16f left, v16f right) {
+    auto keep_qkv = [&](int row, int pair, v16f left, v16f right) {
       float* to = s.qkv + size_t(row) * s.qkv_stride + pair * PAIR;
       store(to, left);
       store(to + LANES, right);
-    });
+    };
+    multiply_share<T>(*pool_, thread, layer.qkv, s.normed, s.hidden_stride, rows, &layer.attention_out, keep_qkv);
     pool_->barrier();
     each_row(call, thread, [&](int row) { rotate_and_cache<T>(call, s, layer, number, row); });
     pool_->barrier();
     attend<T>(call, s, layer, number, thread);
     pool_->barrier();
-    add_branch(call, s, layer.attention_out, s.attended, s.width_stride, layer.after_attention, &layer.mlp_in, thread);
+    add_branch(call, s, layer.attention_out, s.attended, s.width_stride, layer.after_attention, &layer.mlp_in,
+               thread);
     pool_->barrier();
     if (!m.is_parallel) {
       each_row(call, thread, [&](int row) {
@@ -193,16 +195,16 @@ class Decoder {
       });
       pool_->barrier();
     }
-    multiply_share<T>(*pool_, thread, layer.mlp_in, s.normed_mlp, s.hidden_stride, rows, &layer.mlp_out,
-               [&](int row, int pair, v16f left, v16f right) {
-                 T* to = s.inner + size_t(row) * s.inner_stride;
-                 if (m.is_gated) {
-                   store(to + pair * LANES, activate(left, m.activation) * right);
-                 } else {
-                   store(to + pair * PAIR, activate(left, m.activation));
-                   store(to + pair * PAIR + LANES, activate(right, m.activation));
-                 }
-               });
+    auto keep_inner = [&](int row, int pair, v16f left, v16f right) {
+      T* to = s.inner + size_t(row) * s.inner_stride;
+      if (m.is_gated) {
+        store(to + pair * LANES, activate(left, m.activation) * right);
+      } else {
+        store(to + pair * PAIR, activate(left, m.activation));
+        store(to + pair * PAIR + LANES, activate(right, m.activation));
+      }
+    };
+    multiply_share<T>(*pool_, thread, layer.mlp_in, s.normed_mlp, s.hidden_stride, rows, &layer.mlp_out, keep_inner);
     pool_->barrier();
     add_branch(call, s, layer.mlp_out, s.inner, s.inner_stride, layer.after_mlp,
                number + 1 < m.num_layers ? &layers_[number + 1].qkv : nullptr, thread);
@@ -214,7 +216,7 @@ class Decoder {
   void add_branch(const Forward& call, State<T>& s, const Linear& linear, const T* input, int stride,
                   const Norm& norm, const Linear* following, int thread) {
     const int size = model_.hidden_size;
-    multiply_share<T>(*pool_, thread, linear, input, stride, call.rows.num_rows, following, [&](int row, int pair, v16f left, v16f right) {
+    auto add = [&](int row, int pair, v16f left, v16f right) {
       const int column = pair * PAIR;
       if (norm.weight) {
         float* to = s.branch + size_t(row) * s.hidden_stride + column;
@@ -225,7 +227,8 @@ class Decoder {
       float* to = residual(call, row) + column;
       store(to, load(to) + left);
       if (column + PAIR <= size) store(to + LANES, load(to + LANES) + right);
-    });
+    };
+    multiply_share<T>(*pool_, thread, linear, input, stride, call.rows.num_rows, following, add);
     if (!norm.weight) return;
     pool_->barrier();
     each_row(call, thread, [&](int row) {

@@ -28,10 +28,12 @@ struct Linear {
   int32_t out;
 };
 
+inline int padded(int in) { return (in + PAIR - 1) / PAIR * PAIR; }
+
 // Bytes of one pair of columns.
 template <class T>
 size_t pair_bytes(const Linear& linear) {
-  return size_t(sizeof(T) == 2 ? (linear.in + PAIR - 1) / PAIR * PAIR : linear.in) * PAIR * sizeof(T);
+  return size_t(sizeof(T) == 2 ? padded(linear.in) : linear.in) * PAIR * sizeof(T);
 }
 
 // Weights that are needed next, asked for a few lines at a time while others are in use: memory would be idle
@@ -56,7 +58,6 @@ Ahead ahead_of(const Linear& linear, int pair) {
   const char* at = static_cast<const char*>(linear.weights) + pair * pair_bytes<T>(linear);
   return {at, at + pair_bytes<T>(linear)};
 }
-inline int padded(int in) { return (in + PAIR - 1) / PAIR * PAIR; }
 
 // ---- AMX -------------------------------------------------------------------------------------------------
 
@@ -77,7 +78,8 @@ inline bool has_amx() {
   return granted;
 }
 inline void open_tiles() {
-  TileConfig config;
+  // Static: the compiler believes that only the first eight bytes are read.
+  static constexpr TileConfig config{};
   if (has_amx()) _tile_loadconfig(&config);
 }
 inline void close_tiles() {
@@ -94,6 +96,7 @@ void multiply_amx(const Linear& linear, const bf16* rows, int stride, int num_ro
   const char* weights = static_cast<const char*>(linear.weights) + size_t(pair) * steps * 2048;
   const int lines = 32 / ((num_rows + 31) / 32) + 1;
   alignas(64) float sums[4][256];
+  settle();
   for (int first = 0; first < num_rows; first += 32) {
     const bool two = num_rows - first > 16;
     const bf16* upper = rows + size_t(first) * stride;

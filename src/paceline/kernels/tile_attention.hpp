@@ -180,7 +180,8 @@ class TileAttention {
     const int end = rows.position[row] + 1 - base;
     float* scores = scores_.data() + size_t(q) * score_stride_;
     // A node lies at or behind its position, and behind its parent: nothing is overwritten before it is read.
-    for (int j = rows.num_shared[row] - base; j < end; j++) scores[j] = scores[place(rows, row, j + base) - base];
+    for (int j = std::max(rows.num_shared[row] - base, 0); j < end; j++)
+      scores[j] = scores[place(rows, row, j + base) - base];
     const v16i lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const v16f lowest = splat(-3.0e38f);
     v16f most = lowest;

@@ -99,6 +99,14 @@ class TargetModel(Protocol):
     def device(self) -> torch.device:
         """Where the weights are."""
 
+    @property
+    def embedding_table(self) -> Tensor | None:
+        """[V, D]: weights of the input embeddings, unscaled, where they lie in one table; else None."""
+
+    @property
+    def pads_rows(self) -> bool:
+        """Whether a forward computes as many rows for every sequence as for the widest one."""
+
     def embedding(self, token_ids: Tensor) -> Tensor:
         """Input embeddings of tokens, scaled as the model scales them: [...] -> [..., D]."""
 

@@ -56,7 +56,8 @@ class CudaGraphs:
             current.wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             # Other threads may use the device meanwhile: a server's, or one that pins memory.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            # On a stream of this device: torch's own for captures stays on the first device that captured.
+            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
                 states = run()
         return CudaGraph(states, graph)
 

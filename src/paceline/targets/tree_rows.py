@@ -5,8 +5,9 @@ knows: shapes come from the bucket, everything else from staged tensors. The eag
 and for prompts too, is `targets.attention`; tests hold the two against each other.
 
 Rows that stand for nothing (padding of a tree, or a slot that is not fed) are trees of one node: their
-position is one that their sequence has, and they see themselves, so that no row is empty and none is outside
-a table of learned positions. They write to the tail of their slot, which belongs to no text.
+position is one that their sequence has, so that none is outside a table of learned positions. They see the
+text before the root and themselves, as far as the view reaches; a row that sees nothing attends evenly, since
+masks are finite, and nobody reads it. They write to the tail of their slot, which belongs to no text.
 """
 
 from __future__ import annotations

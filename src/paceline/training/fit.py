@@ -30,6 +30,7 @@ from paceline.training.evaluate import HeadEvaluation, evaluate_head, evaluate_t
 from paceline.training.losses import PhraseLoss
 from paceline.training.run_folder import write_json
 from paceline.training.samples import Samples
+from paceline.vocabularies.chains import padded_token_ids
 from paceline.vocabularies.trie import TokenTrie
 
 WARM_UP_FRACTION = 0.05
@@ -182,8 +183,7 @@ class PhraseFit:
     @torch.no_grad()
     def _phrase_embeddings(self) -> tuple[Tensor, Tensor]:
         """[E, D] twice: embedding of each phrase's last token, and the mean of all."""
-        longest = max(map(len, self.token_ids))
-        padded = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in self.token_ids])
+        padded = padded_token_ids(self.token_ids)
         lengths = torch.tensor([len(ids) for ids in self.token_ids])
         parts = [
             phrase_embeddings(self.embedding[ids.to(self.device)], own.to(self.device))

@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.config import dtype_from_name, dtype_name
 from paceline.errors import CheckpointError, ConfigError
 from paceline.heads.checkpoint import LoadedHead, load_head, save_head
-from paceline.heads.phrase import PhraseHead, PhraseHeadConfig
+from paceline.heads.phrase import INPUTS, PhraseHead, PhraseHeadConfig
 from paceline.training.allocator import keep_large_blocks
 from paceline.training.context import RunContext, folder_digest, location_digests
 from paceline.training.distill import Answer, read_answers
@@ -27,6 +27,8 @@ from paceline.training.samples import Samples, read_samples
 from paceline.vocabularies.phrases import PhraseVocabulary
 
 Reported = Mapping[str, Mapping[str, Any]]
+DEFAULT_CHAIN_ENTRIES = 4000
+"""Phrases that may follow another, where the options do not say."""
 
 
 def vocabulary_dependencies(context: RunContext) -> dict[str, Any]:
@@ -125,7 +127,7 @@ def build_fit(context: RunContext, vocabulary: PhraseVocabulary, folder: Path) -
     head = _new_head(context, config, train)
     return PhraseFit(
         head,
-        embedding_table(target),
+        scaled_embeddings(target),
         train,
         _samples(context, vocabulary, "held-out", config.chain_entries),
         vocabulary.trie,
@@ -149,16 +151,26 @@ def _config(context: RunContext, vocabulary: PhraseVocabulary) -> PhraseHeadConf
     """Shape of the head: as the options say, or that of the head that is gone on from."""
     options = context.options
     if options.init is not None:
-        return load_head(options.init).config
+        config = load_head(options.init).config
+        for name, wanted in options.chosen("inputs", "chain_entries").items():
+            own = getattr(config, name)
+            own = list(own) if isinstance(own, tuple) else own
+            if wanted is not None and wanted != own:
+                raise CheckpointError(
+                    f"head {options.init} has {name} {own}, --{name.replace('_', '-')} asks for {wanted}: "
+                    "leave the option out, or train without --init"
+                )
+        return config
+    num_chained = DEFAULT_CHAIN_ENTRIES if options.chain_entries is None else options.chain_entries
     return PhraseHeadConfig(
         hidden_size=context.generator.target.hidden_size,
         num_entries=len(vocabulary),
         width=options.width,
         depth=options.depth,
-        inputs=options.inputs,
+        inputs=INPUTS if options.inputs is None else options.inputs,
         feature_layers=options.feature_layers,
         dropout=options.dropout,
-        chain_entries=min(options.chain_entries, len(vocabulary)),
+        chain_entries=min(num_chained, len(vocabulary)),
     )
 
 
@@ -197,7 +209,7 @@ def _new_head(context: RunContext, config: PhraseHeadConfig, train: Samples) -> 
     return head
 
 
-def embedding_table(target: Any) -> Tensor:
+def scaled_embeddings(target: Any) -> Tensor:
     """[V, D]: input embeddings of all tokens as the target scales them."""
     with torch.no_grad():
         table: Tensor = target.embedding(torch.arange(target.vocab_size, device=target.device))

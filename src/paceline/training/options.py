@@ -32,7 +32,8 @@ class TrainingOptions:
         temperature: of the answers; 0 is greedy.
         follow_ups: fraction of synthesised conversations that get a second turn.
         feature_layers: layers whose inputs are recorded, and read by the head, beside the final hidden state.
-        inputs: vectors that the head reads besides those layers, of `heads.phrase.INPUTS`.
+        inputs: vectors that the head reads besides those layers, of `heads.phrase.INPUTS`; None for all of
+            them, or for those of `init`.
         drafter: used while generating.
         head: its head.
         workers: processes that generate side by side.
@@ -45,7 +46,8 @@ class TrainingOptions:
         init: head folder to go on from; its phrases stay as they are.
         width: columns of the head's output layer.
         depth: layers before it.
-        chain_entries: phrases that may follow another one; 0 for one phrase at a time.
+        chain_entries: phrases that may follow another one; 0 for one phrase at a time; None for 4,000, or for
+            those of `init`.
         dropout: in the head.
         loss: `longest` entry, `mass` of the deepest node reached, or `mean_mass` along the text.
         epochs: passes over the data.
@@ -77,7 +79,7 @@ class TrainingOptions:
     temperature: float = 0.0
     follow_ups: float = 0.3
     feature_layers: tuple[int, ...] = ()
-    inputs: tuple[str, ...] = INPUTS
+    inputs: tuple[str, ...] | None = None
     drafter: str = "none"
     head: Path | None = None
     workers: int = 1
@@ -90,7 +92,7 @@ class TrainingOptions:
     init: Path | None = None
     width: int = 256
     depth: int = 2
-    chain_entries: int = 4000
+    chain_entries: int | None = None
     dropout: float = 0.1
     loss: str = "longest"
     epochs: int = 12
@@ -112,7 +114,7 @@ class TrainingOptions:
         """Refuse values out of range, naming the option, the value and the range."""
         check_known("stage", self.stop_after, STAGES)
         check_known("loss", self.loss, LOSSES)
-        for name in self.inputs:
+        for name in self.inputs or ():
             check_known("input", name, INPUTS)
         check_known("criterion", self.criterion, ("accepted", "count"))
         check_known("dtype", self.dtype, ("auto", *DTYPES))
@@ -139,7 +141,8 @@ class TrainingOptions:
         )
         return [
             *((name, getattr(self, name) >= 1, "at least 1") for name in positive),
-            ("chain_entries", self.chain_entries >= 0, "0 or more"),
+            ("chain_entries", (self.chain_entries or 0) >= 0, "0 or more"),
+            ("inputs", self.inputs is None or self._reads_something, "different names, at least one"),
             ("held_out", 0 < self.held_out < 1, "between 0 and 1"),
             ("follow_ups", 0 <= self.follow_ups <= 1, "between 0 and 1"),
             ("dropout", 0 <= self.dropout < 1, "at least 0 and below 1"),
@@ -154,6 +157,12 @@ class TrainingOptions:
             ("num_speculative_tokens", self.num_speculative_tokens >= 0, "0 or more"),
             ("check_prompts", self.check_prompts >= 0, "0 or more"),
         ]
+
+    @property
+    def _reads_something(self) -> bool:
+        """Whether the head has an input, and none twice."""
+        inputs = self.inputs or ()
+        return len(set(inputs)) == len(inputs) and bool(inputs or self.feature_layers)
 
     @property
     def work_folder(self) -> Path:

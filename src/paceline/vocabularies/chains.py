@@ -33,12 +33,10 @@ class SecondPhrases:
 
     Attributes:
         entries: int64 [B, m], the first phrases.
-        probabilities: [B, m], their chances.
         followers: [B, m, K], chances of the phrases behind each; what is missing to 1 is other text.
     """
 
     entries: Tensor
-    probabilities: Tensor
     followers: Tensor
 
 
@@ -124,7 +122,7 @@ class PhraseChains:
         hashes = _path_hashes(trie)
         order = hashes.argsort()
         self._tables = _Tables(
-            padded_ids=torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in token_ids]),
+            padded_ids=padded_token_ids(token_ids),
             lengths=torch.tensor([len(ids) for ids in token_ids]),
             paths=_entry_paths(trie, longest),
             hashes=hashes,
@@ -136,10 +134,9 @@ class PhraseChains:
         )
         self._on_devices: dict[torch.device, _Tables] = {torch.device("cpu"): self._tables}
 
-    def likeliest(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        """The first phrases to go on from: [B, E] -> chances [B, m] and entries int64 [B, m]."""
-        best = torch.topk(probabilities, min(CHAINED_PHRASES, probabilities.shape[1]), dim=1)
-        return best.values, best.indices
+    def likeliest(self, probabilities: Tensor) -> Tensor:
+        """The first phrases to go on from: [B, E] -> entries int64 [B, m]."""
+        return torch.topk(probabilities, min(CHAINED_PHRASES, probabilities.shape[1]), dim=1).indices
 
     def token_ids_of(self, entries: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens of entries, padded with 0, and how many: int64 [...] -> int64 [..., L], int64 [...]."""
@@ -179,7 +176,9 @@ class PhraseChains:
         behind = self.followers.node_mass(followers.flatten(0, 1))
         best = self.followers.top_nodes(behind, max(max_nodes, FOLLOWER_NODES))
         chosen = best.view(num_rows, num_first, -1)
-        worth = behind.gather(1, best).view_as(chosen) * second.probabilities.to(device).double()[..., None]
+        # The chance comes out of the sums that the masses come from: a child must not round above its parent.
+        chances = self.trie.entry_chances(probabilities, entries)
+        worth = behind.gather(1, best).view_as(chosen) * chances[..., None]
         # The same text may be a path of the first trie: its mass there counts as well.
         start = tables.hashes[tables.ends(entries)][..., None]
         wanted = start * tables.powers[tables.follower_depths[chosen]] + tables.follower_hashes[chosen]
@@ -247,6 +246,12 @@ class PhraseChains:
         if device not in self._on_devices:
             self._on_devices[device] = self._tables.to(device)
         return self._on_devices[device]
+
+
+def padded_token_ids(token_ids: Seq[tuple[int, ...]]) -> Tensor:
+    """int64 [E, L]: tokens of each phrase, padded with 0 to the longest."""
+    longest = max(map(len, token_ids))
+    return torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in token_ids])
 
 
 def _powers(count: int) -> Tensor:

@@ -10,7 +10,7 @@ expected number of accepted tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ class _MassTensors:
     """What turns probabilities into the worth of nodes, on one device; as in `TokenTrie`."""
 
     entry_order: Tensor
+    entry_nodes: Tensor
     starts: Tensor
     ends: Tensor
     handicap: Tensor
@@ -92,7 +93,7 @@ class TokenTrie:
         self._entry_at[self.entry_nodes.numpy()] = np.arange(len(entries))
         # Nodes of equal worth are ordered by depth: see `TIE`.
         handicap = 1.0 - TIE * self.depths.to(torch.float64)
-        tensors = _MassTensors(self.entry_order, self.starts, self.ends, handicap)
+        tensors = _MassTensors(self.entry_order, self.entry_nodes, self.starts, self.ends, handicap)
         self._mass_tensors: dict[torch.device, _MassTensors] = {handicap.device: tensors}
 
     def __len__(self) -> int:
@@ -150,18 +151,39 @@ class TokenTrie:
                 f"{probabilities.shape[-1]} probabilities for {self.num_entries} entries: give one each"
             )
         tensors = self._on(probabilities.device)
-        running = probabilities[:, tensors.entry_order].cumsum(dim=1, dtype=torch.float64)
+        running = self._running(probabilities)
+        return running[:, tensors.ends] - running[:, tensors.starts]
+
+    def entry_chances(self, probabilities: Tensor, entries: Tensor) -> Tensor:
+        """Chances of some entries out of the sums that `node_mass` takes, so that they round alike.
+
+        Args:
+            probabilities: [B, E].
+            entries: int64 [B, m].
+
+        Returns:
+            float64 [B, m], never above the mass of the node at which the entry ends.
+        """
+        tensors = self._on(probabilities.device)
+        # Of all entries beneath that node the one that ends there comes first.
+        places = tensors.starts[tensors.entry_nodes[entries]]
+        running = self._running(probabilities)
+        return running.gather(1, places + 1) - running.gather(1, places)
+
+    def _running(self, probabilities: Tensor) -> Tensor:
+        """float64 [B, E + 1]: sums over the entries in the order of their tokens."""
+        running = probabilities[:, self._on(probabilities.device).entry_order]
+        running = running.cumsum(dim=1, dtype=torch.float64)
         if running.device.type != "cpu":
             # A sum in parallel may fall by a rounding error, and a child would be worth more than its parent.
             running = running.cummax(dim=1).values
-        running = functional.pad(running, (1, 0))
-        return running[:, tensors.ends] - running[:, tensors.starts]
+        return functional.pad(running, (1, 0))
 
     def _on(self, device: torch.device) -> _MassTensors:
         """The tensors on a device; copied there once."""
         if device not in self._mass_tensors:
             [own] = [t for d, t in self._mass_tensors.items() if d.type == "cpu"]
-            moved = [t.to(device) for t in (own.entry_order, own.starts, own.ends, own.handicap)]
+            moved = [getattr(own, field.name).to(device) for field in fields(own)]
             self._mass_tensors[device] = _MassTensors(*moved)
         return self._mass_tensors[device]
 

@@ -13,7 +13,7 @@ from paceline.drafters.compiled_phrase import CompiledPhrases
 from paceline.drafters.phrase_trees import PhraseTrees
 from paceline.heads.phrase import PhraseHead, PhraseHeadConfig
 from paceline.kernels import build
-from paceline.tree import check_tree
+from paceline.tree import DraftTree, check_tree
 from paceline.vocabularies.trie import TokenTrie
 
 token = st.integers(0, 6)
@@ -49,6 +49,24 @@ def embeddings_of(head: PhraseHead) -> torch.Tensor:
     return torch.randn(7, head.config.hidden_size, generator=torch.Generator().manual_seed(9))
 
 
+def assert_same_paths(ours: DraftTree, reference: DraftTree, tolerance: float) -> None:
+    """Every path worth clearly more than the least kept one is in both trees, worth the same."""
+    found, expected = (
+        dict(zip(paths_of(tree), tree.node_values.tolist(), strict=True)) for tree in (ours, reference)
+    )
+    least = min(expected.values()) * (1 + 4 * tolerance) + 4 * tolerance
+    clear = {path: value for path, value in expected.items() if value > least}
+    assert {path: found.get(path) for path in clear} == pytest.approx(clear, rel=tolerance, abs=tolerance)
+
+
+def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:
+    """Tokens from the root down to each node."""
+    paths: list[tuple[int, ...]] = []
+    for parent, token_id in zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token_id))
+    return paths
+
+
 def compiled_of(head: PhraseHead, trie: TokenTrie, entries) -> CompiledPhrases:
     compiled = CompiledPhrases.where_possible(head, trie, entries, embeddings_of(head))
     assert compiled is not None
@@ -69,6 +87,7 @@ def test_trees_are_those_of_torch(entries, max_nodes, num_rows, seed, chained):
     expected = in_torch(head, trie, entries, inputs, roots, max_nodes)
     for ours, reference in zip(drafted, expected, strict=True):
         check_tree(ours)
+        assert_same_paths(ours, reference, 1e-4)
         assert ours.num_draft_tokens == reference.num_draft_tokens
         # Rounding may order two nodes of nearly equal worth either way, so worths are compared.
         torch.testing.assert_close(
@@ -100,12 +119,35 @@ def test_every_shape_of_head_is_computed(shape, dtype):
     tolerance = 1e-4 if dtype == torch.float32 else 0.05
     drafted = compiled_of(head, trie, entries).draft(inputs, [1, 2, 3], 12)
     for ours, reference in zip(drafted, in_torch(head, trie, entries, inputs, [1, 2, 3], 12), strict=True):
+        check_tree(ours)
+        assert_same_paths(ours, reference, tolerance)
         torch.testing.assert_close(
             ours.node_values.sort().values,
             reference.node_values.sort().values,
             rtol=tolerance,
             atol=tolerance,
         )
+
+
+def test_several_threads_draft_what_one_drafts():
+    """Rows and phrases are dealt out, and threads meet between the steps of a chain."""
+    entries = [(a, b) for a in range(7) for b in range(7)] + [(a,) for a in range(7)]
+    trie, head = TokenTrie(entries), make_head(len(entries), chain_entries=30)
+    inputs = torch.randn(5, 64, generator=torch.Generator().manual_seed(5))
+    before = torch.get_num_threads()
+    trees = []
+    for num_threads in (1, 3):
+        torch.set_num_threads(num_threads)
+        try:
+            trees.append(compiled_of(head, trie, entries))
+        finally:
+            torch.set_num_threads(before)
+    for _ in range(20):
+        alone, together = (drafter.draft(inputs, [1] * 5, 20) for drafter in trees)
+        for ours, reference in zip(together, alone, strict=True):
+            assert torch.equal(ours.token_ids, reference.token_ids)
+            assert torch.equal(ours.parents, reference.parents)
+            assert torch.equal(ours.node_values, reference.node_values)
 
 
 def test_what_the_kernels_do_not_take_stays_in_torch(monkeypatch):

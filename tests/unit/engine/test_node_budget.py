@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from paceline.engine import forward_cost
 from paceline.engine.forward_cost import ForwardCost
-from paceline.engine.node_budget import MAX_NODES, AdaptiveBudget, FixedBudget, budget_of
+from paceline.engine.node_budget import (
+    LEAST_ASKED,
+    MAX_NODES,
+    AdaptiveBudget,
+    FixedBudget,
+    budget_of,
+)
 from paceline.engine.stats import RoundTiming
 from paceline.errors import ConfigError
 from paceline.sequence import VerifyResult
@@ -123,6 +129,24 @@ def test_a_drafter_that_is_right_now_and_then_is_not_paused():
         drafted += kept > 0
         budget.observe(trees, [accept(kept)], timing(0.0005))
     assert drafted == 100
+
+
+def test_as_many_nodes_are_asked_for_as_may_be_kept():
+    """Few where few are kept; and when long drafts pay again, two rounds later as many as ever."""
+    budget = AdaptiveBudget(LINEAR)
+    assert budget.allot(1) == budget.max_nodes
+
+    def round_of(tree: DraftTree) -> int:
+        trees = budget.prune([tree], 100.0)
+        budget.observe(trees, [accept(trees[0].num_draft_tokens)], timing(1e-6))
+        return budget.allot(1)
+
+    for _ in range(100):
+        few = round_of(chain(0.9, 0.8))
+    assert few == LEAST_ASKED + 4
+    more = round_of(chain(*[0.9] * few))
+    assert few < more
+    assert round_of(chain(*[0.9] * more)) == budget.max_nodes
 
 
 def test_a_drafter_that_becomes_good_is_found_again():

@@ -71,6 +71,32 @@ def test_a_loaded_head_scores_as_the_saved_one(folder: Path) -> None:
     assert loaded.provenance == PROVENANCE
 
 
+def test_a_head_with_a_step_is_saved_and_loaded_whole(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    head = PhraseHead(PhraseHeadConfig(hidden_size=8, num_entries=4, width=16, chain_entries=3)).eval()
+    save_head(tmp_path / "chained", head, VOCABULARY, PROVENANCE, "")
+    loaded = load_head(tmp_path / "chained")
+    assert loaded.config.chain_entries == 3
+    state, phrase = torch.randn(2, 16), torch.randn(2, 8)
+    assert torch.equal(
+        loaded.head.chained_scores(state, phrase, phrase), head.chained_scores(state, phrase, phrase)
+    )
+
+
+def test_a_folder_of_the_first_format_is_a_head_without_a_step(folder: Path) -> None:
+    """It knows no `chain_entries`; and one that names them is not of that format."""
+    edit_json(folder / "config.json", lambda d: d.update(format_version=1))
+    with pytest.raises(CheckpointError, match="chain_entries"):
+        load_head(folder)
+    edit_json(folder / "config.json", lambda d: d["head"].pop("chain_entries"))
+    loaded = load_head(folder)
+    assert loaded.config == new_head().config
+    assert loaded.head.step is None
+    edit_json(folder / "config.json", lambda d: d.update(format_version=2))
+    with pytest.raises(CheckpointError, match="chain_entries"):
+        load_head(folder)
+
+
 def test_parameters_stored_in_bf16_load_as_fp32(tmp_path: Path) -> None:
     save_head(tmp_path / "half", new_head(), VOCABULARY, PROVENANCE, "", dtype=torch.bfloat16)
     assert load_file(tmp_path / "half" / "model.safetensors")["output.weight"].dtype == torch.bfloat16

@@ -40,8 +40,7 @@ def random_case(seed: int) -> tuple[torch.Tensor, SecondPhrases]:
     first = torch.softmax(2 * torch.randn(1, len(ENTRIES), generator=generator), dim=1)
     scores = torch.randn(1, CHAINED_PHRASES, NUM_FOLLOWERS + 1, generator=generator)
     behind = torch.softmax(2 * scores, dim=2)[..., :-1]
-    values, entries = chains_of().likeliest(first)
-    return first, SecondPhrases(entries, values, behind)
+    return first, SecondPhrases(chains_of().likeliest(first), behind)
 
 
 def paths_of(tree) -> dict[tuple[int, ...], float]:
@@ -71,6 +70,19 @@ def test_the_most_valuable_nodes_are_kept(seed, max_nodes):
     assert sorted(paths_of(tree).values()) == pytest.approx(expected[-max_nodes:], abs=1e-6)
 
 
+@pytest.mark.parametrize("chance", [1e-7, 1e-10, 1.9e-22, 0.0])
+def test_a_hardly_possible_phrase_leaves_no_orphans(chance):
+    """What follows it is worth as little as itself, and must not come to stand without it."""
+    entries = [(1,), (2,)]
+    chains = PhraseChains(TokenTrie(entries), entries, 2)
+    first = torch.tensor([[1.0, chance]])
+    followers = torch.tensor([[[0.0, 1.0], [1.0, 0.0]]])
+    for max_nodes in (1, 2, 3, 64):
+        [tree] = chains.trees([3], first, SecondPhrases(torch.tensor([[0, 1]]), followers), max_nodes)
+        check_tree(tree)
+        check_tree(tree.take(2))
+
+
 def test_rows_do_not_mix():
     cases = [random_case(seed) for seed in (1, 2, 3)]
     first = torch.cat([case[0] for case in cases])
@@ -85,7 +97,7 @@ def test_rows_do_not_mix():
 
 def test_impossible_followers_add_nothing():
     first, second = random_case(5)
-    without = SecondPhrases(second.entries, second.probabilities, torch.zeros_like(second.followers))
+    without = SecondPhrases(second.entries, torch.zeros_like(second.followers))
     [tree] = chains_of().trees([3], first, without, 200)
     assert max(len(path) for path in paths_of(tree)) == 3
     assert paths_of(tree) == pytest.approx(brute_force(first[0], [], second.followers[0]), abs=1e-6)

@@ -48,6 +48,8 @@ class LineProcess:
         try:
             self._process.stdin.write(json.dumps(question).encode() + b"\n")
             self._process.stdin.flush()
+        except ValueError:  # closed, by `close` or after an earlier failure
+            raise PeerError(f"the process of peer {self._name!r} has ended: start it anew") from None
         except OSError:  # it has ended: what it wrote last says why
             raise self._failure() from None
         return self.read(wanted)[wanted]
