@@ -251,8 +251,8 @@ def test_the_phrase_drafter_keeps_states_of_a_fresh_run_over_the_accepted_tokens
 ):
     """Row 28: after every round the state equals a fresh prefill's, and nothing guessed is kept."""
     target = target_of("llama")
-    drafter = PhraseDrafter.build(target, phrase_head_of("llama"), 12)
-    generator = Generator(target, tokenizer, drafter, num_speculative_tokens=12)
+    drafter = PhraseDrafter.build(target, phrase_head_of("llama"), 4)
+    generator = Generator(target, tokenizer, drafter, num_speculative_tokens=4)
     generator.engine.prefill_chunk = prefill_chunk
     answers = [generator.open(list(p), SamplingParameters(max_new_tokens=20)) for p in PROMPTS]
     num_accepted = num_checked = 0
