@@ -103,9 +103,9 @@ def test_order_of_the_entries_is_part_of_the_map(folder, target_of, tokenizer):
     assert drafts_of(target_of("llama"), tokenizer, folder) == before
 
 
-def test_a_saved_head_drafts_as_before(phrase_head_of, folder, target_of, tokenizer):
+def test_a_saved_head_drafts_as_before(phrase_head_of, tmp_path, target_of, tokenizer):
     """Row 52: after zero steps of training, map and drafts are identical."""
-    loaded = load_head(folder)
+    loaded, folder = load_head(phrase_head_of("llama")), tmp_path / "again"
     loaded.head.train()
     save_head(folder, loaded.head, loaded.vocabulary, loaded.provenance, "Again.")
     target = target_of("llama")
