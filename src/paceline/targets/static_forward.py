@@ -179,8 +179,8 @@ class StaticDecoder:
 
     def _forget(self) -> None:
         """Drop all captured forwards."""
-        self._capture.forget()
         self._graphs.clear()
+        self._capture.forget()
         self._generation = self._cache.generation
 
 
