@@ -256,14 +256,17 @@ class PhraseDrafter {
     order.resize(kept);
     std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return nodes[a].depth < nodes[b].depth; });
     const size_t at = write_root(call, row);
-    for (size_t i = 0; i < kept; i++) {
-      const Merged& node = nodes[order[i]];
-      place[order[i]] = int(i) + 1;
-      call.tokens[at + 1 + i] = node.token;
-      call.parents[at + 1 + i] = node.parent < 0 ? 0 : place[node.parent];
-      call.values[at + 1 + i] = float(node.worth);
+    int count = 0;
+    for (int number : order) {
+      const Merged& node = nodes[number];
+      // Sums that are all but 0 can round so that a parent is worth less than its child, and is left out alone.
+      if (node.parent >= 0 && !place[node.parent]) continue;
+      place[number] = ++count;
+      call.tokens[at + count] = node.token;
+      call.parents[at + count] = node.parent < 0 ? 0 : place[node.parent];
+      call.values[at + count] = float(node.worth);
     }
-    call.counts[row] = int64_t(kept) + 1;
+    call.counts[row] = count + 1;
   }
 
   static size_t write_root(const Drafts& call, int row) {

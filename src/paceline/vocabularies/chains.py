@@ -173,7 +173,8 @@ class PhraseChains:
         above = tables.paths[entries].flatten(1)
         nodes = torch.cat([top, above], dim=1)
         num_rows, num_first, _ = followers.shape
-        behind = self.followers.node_mass(followers.flatten(0, 1))
+        # Chances in fp32 may sum to a little more than 1.
+        behind = self.followers.node_mass(followers.flatten(0, 1)).clamp(max=1.0)
         best = self.followers.top_nodes(behind, max(max_nodes, FOLLOWER_NODES))
         chosen = best.view(num_rows, num_first, -1)
         # The chance comes out of the sums that the masses come from: a child must not round above its parent.
@@ -232,6 +233,7 @@ class PhraseChains:
         kept = values.argsort(descending=True, stable=True)[:max_nodes]
         kept = kept[values[kept] > 0]
         kept = kept[depths[kept].argsort(stable=True)]
+        kept = _without_orphans(kept, known, paths.parents[sample], depths)
         hashes, order = known[kept].sort()
         places = torch.searchsorted(hashes, paths.parents[sample[kept]]).clamp(max=max(len(order) - 1, 0))
         parents = torch.where(depths[kept] == 1, 0, order[places] + 1)
@@ -246,6 +248,18 @@ class PhraseChains:
         if device not in self._on_devices:
             self._on_devices[device] = self._tables.to(device)
         return self._on_devices[device]
+
+
+def _without_orphans(kept: Tensor, hashes: Tensor, parents: Tensor, depths: Tensor) -> Tensor:
+    """Nodes whose parents are kept as well.
+
+    Sums that are all but 0 can round so that a parent is worth less than its child, and is left out alone.
+    """
+    while True:
+        has_parent = (depths[kept] == 1) | torch.isin(parents[kept], hashes[kept])
+        if bool(has_parent.all()):
+            return kept
+        kept = kept[has_parent]
 
 
 def padded_token_ids(token_ids: Seq[tuple[int, ...]]) -> Tensor:

@@ -122,7 +122,7 @@ def build_llama_cpp(
     weights = export_gguf(
         target.model,
         generator.tokenizer,
-        folder / "gguf",
+        packages_folder() / "gguf",
         # A target that was not made by `paceline.load` may have none.
         fingerprint=target.fingerprint or target_fingerprint(target.model, generator.tokenizer),
         precision=PRECISIONS[name],
