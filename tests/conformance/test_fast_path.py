@@ -91,16 +91,7 @@ def test_a_token_has_the_same_bits_in_every_tree_and_batch(architecture, dtype, 
     """
     target = fast_target_of(architecture, dtype)
     prompt, text = [(5 * i) % 70 + 9 for i in range(prompt_len)], [(7 * i) % 90 + 3 for i in range(12)]
-    one_by_one = []
-    sequence = Sequence(prompt, GREEDY, frozenset(), 256, seed=0)
-    prefix = tuple(prompt[:-1])
-    root = prompt[-1]
-    for token in text:
-        output = target.forward([Segment(sequence, prefix, DraftTree.root_only(root))])
-        one_by_one.append(output.tree_logits()[0])
-        commit_one(target, sequence, token)
-        prefix, root = (), token
-    target.release(sequence)
+    plain = plain_logits(target, prompt, text)
     others = [Sequence(p, GREEDY, frozenset(), 256, seed=0) for p in PROMPTS[:2]]
     sequence = Sequence(prompt, GREEDY, frozenset(), 256, seed=0)
     decoys = [[80 + i, 81] for i in range(5)]
@@ -114,7 +105,7 @@ def test_a_token_has_the_same_bits_in_every_tree_and_batch(architecture, dtype, 
     for token in text[:-1]:
         node = int(((tree.parents == node) & (tree.token_ids == token)).nonzero()[0, 0])
         path.append(node)
-    assert torch.equal(logits[[1 + node for node in path]], torch.stack(one_by_one))
+    assert torch.equal(logits[[1 + node for node in path]], plain)
 
 
 # Heads of a tile's width and of two, a tile half full of queries and overfull, a window that a path outgrows.
@@ -142,15 +133,7 @@ def test_a_deep_and_wide_tree_has_the_bits_of_plain_decoding(shape, num_threads,
     finally:
         torch.set_num_threads(before)
     prompt, text = [(5 * i) % 70 + 9 for i in range(60)], [(7 * i) % 90 + 3 for i in range(40)]
-    one_by_one = []
-    sequence = Sequence(prompt, GREEDY, frozenset(), 256, seed=0)
-    prefix, root = tuple(prompt[:-1]), prompt[-1]
-    for token in text:
-        output = target.forward([Segment(sequence, prefix, DraftTree.root_only(root))])
-        one_by_one.append(output.tree_logits()[0])
-        commit_one(target, sequence, token)
-        prefix, root = (), token
-    target.release(sequence)
+    plain = plain_logits(target, prompt, text)
     sequence = Sequence(prompt, GREEDY, frozenset(), 256, seed=0)
     target.forward([Segment(sequence, tuple(prompt[:-1]), None)])
     decoys = [[*text[:depth], 95, 94] for depth in range(0, 36, 3)]
@@ -160,10 +143,24 @@ def test_a_deep_and_wide_tree_has_the_bits_of_plain_decoding(shape, num_threads,
     for token in text[:-1]:
         [node] = ((tree.parents == node) & (tree.token_ids == token)).nonzero()[:, 0].tolist()
         path.append(node)
-    assert torch.equal(logits[path], torch.stack(one_by_one))
+    assert torch.equal(logits[path], plain)
     with torch.no_grad():
         eager = model(torch.tensor([[*prompt, *text[:-1]]])).logits[0, len(prompt) - 1 :]
     assert float((logits[path] - eager).norm() / eager.norm()) < 0.2
+
+
+def plain_logits(target, prompt, text):
+    """[T, V]: logits in front of every token of `text`, one token a forward."""
+    logits = []
+    sequence = Sequence(prompt, GREEDY, frozenset(), 256, seed=0)
+    prefix, root = tuple(prompt[:-1]), prompt[-1]
+    for token in text:
+        output = target.forward([Segment(sequence, prefix, DraftTree.root_only(root))])
+        logits.append(output.tree_logits()[0])
+        commit_one(target, sequence, token)
+        prefix, root = (), token
+    target.release(sequence)
+    return torch.stack(logits)
 
 
 def commit_one(target, sequence, token):
