@@ -81,6 +81,8 @@ def test_a_hardly_possible_phrase_leaves_no_orphans(chance):
         [tree] = chains.trees([3], first, SecondPhrases(torch.tensor([[0, 1]]), followers), max_nodes)
         check_tree(tree)
         check_tree(tree.take(2))
+        # Not under another node either.
+        assert set(paths_of(tree)) <= {(1,), (2,), (1, 2), (2, 1)}
 
 
 def test_rows_do_not_mix():
