@@ -20,7 +20,7 @@ from paceline.errors import CheckpointError, ConfigError, PacelineError
 from paceline.heads.checkpoint import load_head
 from paceline.targets.huggingface import HuggingFaceTarget
 from paceline.testing import TINY_EOS
-from paceline.training import distill, head_stages
+from paceline.training import distill, head_stages, shards
 from paceline.training.fit import PhraseFit
 from paceline.training.options import TrainingOptions
 from paceline.training.pipeline import TrainingRun
@@ -153,10 +153,10 @@ def test_interrupted_answers_are_kept_and_the_rest_follows(
     run = start()
     with pytest.raises(KeyboardInterrupt):
         run.run()
-    kept = {answer.key for answer in distill.read_answers(run.context.answers_folder)}
+    kept = {answer.key for answer in shards.read_answers(run.context.answers_folder)}
     assert len(kept) == 20
     figures = start().run()["answers"]
-    answers = list(distill.read_answers(run.context.answers_folder))
+    answers = list(shards.read_answers(run.context.answers_folder))
     assert kept < {answer.key for answer in answers}
     assert len({answer.key for answer in answers}) == len(answers) == figures["num_answers"]
     assert abs(figures["num_tokens"] - plain["num_tokens"]) < 8 * 16
@@ -221,7 +221,7 @@ def test_changed_fit_option_keeps_the_answers(start: Start, monkeypatch: pytest.
 def test_more_tokens_add_to_the_answers(start: Start) -> None:
     run = start(stop_after="answers", num_tokens=300)
     run.run()
-    before = {path.name: path.read_bytes() for path in distill.shard_paths(run.context.answers_folder)}
+    before = {path.name: path.read_bytes() for path in shards.shard_paths(run.context.answers_folder)}
     more = start(stop_after="answers", num_tokens=600)
     assert more.run()["answers"]["num_tokens"] >= 600
     assert more.context.answers_folder == run.context.answers_folder
@@ -233,7 +233,7 @@ def test_held_out_conversations_are_neither_mined_nor_trained_on(start: Start) -
     run = start(stop_after="fit")
     run.run()
     context = run.context
-    answers = list(distill.read_answers(context.answers_folder))
+    answers = list(shards.read_answers(context.answers_folder))
     held = [a for a in answers if context.is_held_out(a.root_key)]
     trained = [a for a in answers if context.is_training(a.root_key)]
     assert held
@@ -287,7 +287,7 @@ def test_disk_limit_is_checked_before_anything_is_generated(start: Start) -> Non
     run = start(max_disk_gb=1e-9)
     with pytest.raises(ConfigError, match="--max-disk"):
         run.run()
-    assert not list(distill.shard_paths(run.context.answers_folder))
+    assert not list(shards.shard_paths(run.context.answers_folder))
 
 
 def test_second_run_in_the_same_folder_is_refused(start: Start) -> None:
@@ -299,7 +299,7 @@ def test_second_run_in_the_same_folder_is_refused(start: Start) -> None:
 def test_damaged_shard_is_named(start: Start) -> None:
     run = start(stop_after="answers")
     run.run()
-    shard = distill.shard_paths(run.context.answers_folder)[0]
+    shard = shards.shard_paths(run.context.answers_folder)[0]
     shard.write_bytes(shard.read_bytes()[:200])
     with pytest.raises(CheckpointError, match=shard.name):
         start().run()
@@ -331,7 +331,7 @@ def test_two_workers_give_the_answers_of_one(
         options = replace(options, num_tokens=10**6)
         run = TrainingRun(options, Reporter(quiet=True))
         run.run()
-        answers = distill.read_answers(run.context.answers_folder)
+        answers = shards.read_answers(run.context.answers_folder)
         found[workers] = {answer.key: answer.output_ids.tolist() for answer in answers}
     assert len(found[1]) == 80
     assert found[1] == found[2]

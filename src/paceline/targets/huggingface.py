@@ -9,7 +9,7 @@ configuration and confirmed against the model's own forward when the target is b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -20,11 +20,11 @@ from paceline.config import EXECUTIONS, check_known
 from paceline.errors import ConfigError, IncompatibleModelError, ShapeError, UnsupportedFeatureError
 from paceline.kv_cache import Growth, KVCache
 from paceline.sequence import Segment, Sequence, VerifyResult
-from paceline.targets import attention
 from paceline.targets.architecture import Architecture, read_architecture
 from paceline.targets.base import TargetOutput
 from paceline.targets.buckets import MAX_WIDTH
 from paceline.targets.cuda_graphs import CudaGraphs
+from paceline.targets.eager_forward import EagerDecoder
 from paceline.targets.fast import FastDecoder
 from paceline.targets.model_call import ModelCall
 from paceline.targets.probe import (
@@ -103,10 +103,18 @@ class HuggingFaceTarget:
             shapes = record_layer_shapes(self)
         growth = None if graphs is None else STATIC_GROWTH
         self.kv_cache = KVCache(shapes, self._dtype, self._device, growth)
-        self._num_groups = 1
+        num_groups = 1
         num_kv_heads = {shape.num_heads for shape in shapes.values()}
         if self.model_call.uses_packed_attention and len(num_kv_heads) == 1:
-            self._num_groups = self.architecture.num_heads // num_kv_heads.pop()
+            num_groups = self.architecture.num_heads // num_kv_heads.pop()
+        self._eager = EagerDecoder(
+            self.model_call,
+            self.architecture,
+            self.kv_cache,
+            num_tiles=num_groups,
+            dtype=self._dtype,
+            device=self._device,
+        )
         self.num_weight_bytes = sum(_num_bytes(parameter) for parameter in model.parameters())
         table: Any = self.architecture.embedding.weight
         # Of an input embedding of its own a forward reads a few rows.
@@ -133,7 +141,7 @@ class HuggingFaceTarget:
             self.model_call,
             self.architecture,
             self.kv_cache,
-            num_tiles=self._num_groups,
+            num_tiles=self._eager.num_tiles,
             dtype=self._dtype,
             device=self._device,
             graphs=graphs,
@@ -286,15 +294,16 @@ class HuggingFaceTarget:
             return self._forward_fast(self._fast, segments, features)
         if self._static is not None and self._static.takes(segments):
             return self._forward_static(self._static, segments, features)
-        outputs: dict[int, TargetOutput] = {}
-        order = sorted(range(len(segments)), key=lambda i: self._slots[segments[i].sequence])
-        for run in self._runs([segments[i] for i in order]):
-            outputs[len(outputs)] = self._forward_run(run, features)
+        return self._forward_eager(segments, features)
+
+    def _forward_eager(self, segments: Seq[Segment], features: Seq[int]) -> TargetOutput:
+        """The model's own forward."""
+        starts = [self._cached[segment.sequence] for segment in segments]
+        slots = [self._slots[segment.sequence] for segment in segments]
+        states = self._eager.forward(segments, slots, starts, features)
         for segment in segments:
             self._cached[segment.sequence] += len(segment.prefix_ids)
-        if len(outputs) == 1 and order == list(range(len(segments))):
-            return outputs[0]
-        return self._reordered(segments, order, list(outputs.values()), features)
+        return TargetOutput(states.hidden, states.features, segments, self.lm_head)
 
     def _forward_fast(self, fast: FastDecoder, segments: Seq[Segment], features: Seq[int]) -> TargetOutput:
         """All segments in one call, whatever their slots and lengths."""
@@ -319,72 +328,6 @@ class HuggingFaceTarget:
             self._leave_static_path(error)
             return self.forward(segments, features)
         return TargetOutput(hidden, captured, segments, self.lm_head)
-
-    def _runs(self, segments: list[Segment]) -> Iterator[list[Segment]]:
-        """Split segments, sorted by slot, where their slots are not consecutive."""
-        run: list[Segment] = []
-        for segment in segments:
-            if run and self._slots[segment.sequence] != self._slots[run[-1].sequence] + 1:
-                yield run
-                run = []
-            run.append(segment)
-        yield run
-
-    def _forward_run(self, run: list[Segment], features: Seq[int]) -> TargetOutput:
-        """One forward over sequences in consecutive slots."""
-        starts = [self._cached[segment.sequence] for segment in run]
-        num_tokens = max(map(len, run))
-        first_slot = self._slots[run[0].sequence]
-        self.kv_cache.reserve(first_slot + len(run), max(starts) + num_tokens)
-        view_len = self.kv_cache.open_window(first_slot, starts, num_tokens)
-        token_ids = torch.zeros(len(run), num_tokens, dtype=torch.int64)
-        positions = torch.zeros(len(run), num_tokens, dtype=torch.int64)
-        for row, (segment, start) in enumerate(zip(run, starts, strict=True)):
-            ids = torch.tensor(segment.prefix_ids, dtype=torch.int64)
-            if segment.tree is not None:
-                ids = torch.cat([ids, segment.tree.token_ids])
-            token_ids[row, : len(segment)] = ids
-            positions[row, : len(segment)] = attention.segment_positions(segment, start)
-        states = self.model_call(
-            token_ids.to(self._device),
-            positions.to(self._device),
-            self._masks(run, starts, num_tokens, view_len),
-            self.kv_cache,
-            features,
-        )
-        captured = {layer: self._flatten(run, layer_input) for layer, layer_input in states.features.items()}
-        return TargetOutput(self._flatten(run, states.hidden), captured, run, self.lm_head)
-
-    def _masks(self, run: list[Segment], starts: list[int], num_tokens: int, view_len: int) -> object:
-        """Additive masks of the run, built on the host."""
-
-        def visible(window: int | None) -> Tensor:
-            return attention.visibility(run, starts, num_tokens, view_len, window).to(self._device)
-
-        return attention.model_masks(visible, self.architecture, self._dtype, self._num_groups)
-
-    def _flatten(self, run: list[Segment], states: Tensor) -> Tensor:
-        """[B, T, D] with padding -> [N, D] without."""
-        if len(run) == 1:
-            return states[0, : len(run[0])]
-        if all(len(segment) == states.shape[1] for segment in run):
-            return states.reshape(-1, states.shape[2])
-        return torch.cat([states[row, : len(segment)] for row, segment in enumerate(run)])
-
-    def _reordered(
-        self, segments: Seq[Segment], order: list[int], outputs: list[TargetOutput], features: Seq[int]
-    ) -> TargetOutput:
-        """Join the outputs of several runs, rows in the order of `segments`."""
-        lengths = [len(segments[i]) for i in order]
-        starts = dict(zip(order, torch.tensor([0, *lengths]).cumsum(0).tolist()[:-1], strict=True))
-        rows = torch.cat(
-            [torch.arange(starts[i], starts[i] + len(segment)) for i, segment in enumerate(segments)]
-        ).to(self._device)
-        hidden = torch.cat([output.hidden for output in outputs])[rows]
-        joined = {
-            layer: torch.cat([output.features[layer] for output in outputs])[rows] for layer in features
-        }
-        return TargetOutput(hidden, joined, segments, self.lm_head)
 
     def commit(self, sequence: Sequence, result: VerifyResult) -> None:
         """Keep the root and the accepted path; the newest emitted token, the next root, is not cached yet."""

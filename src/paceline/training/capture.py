@@ -17,7 +17,7 @@ from paceline.errors import RequestError
 from paceline.sampling import SamplingParameters
 from paceline.sequence import Segment, Sequence
 from paceline.targets.base import TargetModel
-from paceline.training.distill import Answer
+from paceline.training.shards import Answer
 
 CHUNK_LEN = 512
 

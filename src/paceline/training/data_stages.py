@@ -7,9 +7,9 @@ from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.training.context import RunContext, location_digests
-from paceline.training.distill import check_disk, predicted_bytes, read_answers, shard_paths
 from paceline.training.prompts import TrainingPrompt, read_exclusions, read_prompts, select_prompts
 from paceline.training.run_folder import write_text
+from paceline.training.shards import check_disk, predicted_bytes, read_answers, shard_paths
 from paceline.training.synthesis import read_synthesised
 from paceline.training.workers import Task, run_workers
 

@@ -10,7 +10,7 @@ from paceline.engine.speculate import SpeculativeEngine
 from paceline.heads.checkpoint import LoadedHead
 from paceline.sampling import SamplingParameters
 from paceline.sequence import Sequence
-from paceline.training.distill import Answer
+from paceline.training.shards import Answer
 
 
 def check_in_engine(

@@ -16,7 +16,6 @@ from paceline.heads.checkpoint import LoadedHead, load_head, save_head
 from paceline.heads.phrase import INPUTS, PhraseHead, PhraseHeadConfig
 from paceline.training.allocator import keep_large_blocks
 from paceline.training.context import RunContext, folder_digest, location_digests
-from paceline.training.distill import Answer, read_answers
 from paceline.training.engine_check import check_in_engine
 from paceline.training.evaluate import HeadEvaluation
 from paceline.training.fit import FitOptions, PhraseFit, start_from_frequencies
@@ -24,6 +23,7 @@ from paceline.training.loops import loop_start
 from paceline.training.provenance import build_provenance, build_readme
 from paceline.training.run_folder import write_json
 from paceline.training.samples import Samples, read_samples
+from paceline.training.shards import Answer, read_answers
 from paceline.vocabularies.phrases import PhraseVocabulary
 
 Reported = Mapping[str, Mapping[str, Any]]

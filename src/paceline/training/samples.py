@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ConfigError
-from paceline.training.distill import Answer, read_shard, shard_paths
 from paceline.training.loops import loop_start
+from paceline.training.shards import Answer, read_shard, shard_paths
 from paceline.vocabularies.phrases import PhraseVocabulary
 from paceline.vocabularies.trie import TokenTrie, TrieMatch
 

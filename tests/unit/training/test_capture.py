@@ -10,7 +10,7 @@ from paceline.errors import RequestError
 from paceline.targets.huggingface import HuggingFaceTarget
 from paceline.training.answering import chat_ids
 from paceline.training.capture import capture_states, conversation, recapture
-from paceline.training.distill import Answer
+from paceline.training.shards import Answer
 
 TEXTS = [torch.tensor([5, 6, 7, 8, 9, 10, 11]), torch.tensor([20, 21]), torch.tensor([30, 31, 32, 33])]
 

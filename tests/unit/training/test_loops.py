@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.training.distill import Answer, write_shard
 from paceline.training.loops import OCCURRENCES, WINDOW, loop_start
 from paceline.training.samples import read_samples
+from paceline.training.shards import Answer, write_shard
 from paceline.vocabularies.phrases import PhraseVocabulary
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from paceline.errors import ConfigError
-from paceline.training.distill import Answer, write_shard
 from paceline.training.samples import Samples, answer_rows, read_samples
+from paceline.training.shards import Answer, write_shard
 from paceline.vocabularies.phrases import PhraseVocabulary
 
 EOS = 2
