@@ -15,7 +15,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.errors import ShapeError
@@ -130,35 +132,51 @@ class DraftTree:
             torch.tensor(token_ids), torch.tensor(parents), torch.tensor(values, dtype=torch.float32)
         )
 
+    def with_values(self, node_values: Tensor) -> DraftTree:
+        """The same nodes with other values: float32 [N + 1], never rising from parent to child."""
+        tree = DraftTree(self.token_ids, self.parents, node_values)
+        # What was found out about the shape stays true.
+        tree.__dict__.update({name: self.__dict__[name] for name in _SHAPES if name in self.__dict__})
+        return tree
+
     def take(self, max_nodes: int) -> DraftTree:
         """Keep the `max_nodes` most valuable drafted nodes (parents win ties, so the result is a tree)."""
         if max_nodes >= self.num_draft_tokens:
             return self
-        order = torch.argsort(self.node_values[1:], descending=True, stable=True)[: max(max_nodes, 0)] + 1
-        kept = torch.cat([torch.zeros(1, dtype=torch.int64), order.sort().values])
+        order = np.argsort(-self.node_values.numpy()[1:], kind="stable")[: max(max_nodes, 0)] + 1
+        kept = np.concatenate([np.zeros(1, dtype=np.int64), np.sort(order)])
         return self._select(kept)
 
     def without_tokens_from(self, vocab_size: int) -> DraftTree:
         """Drop nodes whose token id is not in [0, vocab_size), and everything below them."""
+        drafted = self.token_ids.numpy()[1:]
+        if not drafted.size or (drafted.min() >= 0 and drafted.max() < vocab_size):
+            return self
         bad = (self.token_ids < 0) | (self.token_ids >= vocab_size)
         bad[0] = False
-        if not bool(bad.any()):
-            return self
         below_bad = (self.ancestors & bad).any(dim=1)
-        return self._select((~below_bad).nonzero(as_tuple=True)[0])
+        return self._select((~below_bad).nonzero(as_tuple=True)[0].numpy())
 
     def clamp_depth(self, max_depth: int) -> DraftTree:
         """Drop nodes deeper than `max_depth`: no draft may run past the room that is left."""
-        if len(self) == 1 or int(self.depths.max()) <= max_depth:
+        if self.num_draft_tokens <= max_depth or int(self.depths.max()) <= max_depth:
             return self
-        return self._select((self.depths <= max(max_depth, 0)).nonzero(as_tuple=True)[0])
+        return self._select((self.depths <= max(max_depth, 0)).nonzero(as_tuple=True)[0].numpy())
 
-    def _select(self, kept: Tensor) -> DraftTree:
-        """The sub-tree of the nodes `kept` (ascending, root first, closed under parents)."""
-        new_index = torch.full((len(self) + 1,), -1, dtype=torch.int64)
-        new_index[kept] = torch.arange(kept.shape[0])
+    def _select(self, kept: NDArray[np.int64]) -> DraftTree:
+        """The sub-tree of the nodes `kept` (ascending, root first, closed under parents).
+
+        In numpy, whose operations on a few dozen numbers take a fraction of torch's: every tree of every
+        round comes along here.
+        """
+        new_index = np.full(len(self) + 1, -1, dtype=np.int64)
+        new_index[kept] = np.arange(kept.shape[0])
         # parents[0] is -1, which reads the last entry of new_index: -1 again.
-        return DraftTree(self.token_ids[kept], new_index[self.parents[kept]], self.node_values[kept])
+        return DraftTree(
+            torch.from_numpy(self.token_ids.numpy()[kept]),
+            torch.from_numpy(new_index[self.parents.numpy()[kept]]),
+            torch.from_numpy(self.node_values.numpy()[kept]),
+        )
 
     @classmethod
     def root_only(cls, token_id: int) -> DraftTree:
@@ -279,6 +297,9 @@ class DraftTree:
             start_above, start = start, start + level_tokens.shape[0]
         tree = cls(torch.cat(all_tokens), torch.cat(all_parents), torch.cat(all_values).clamp(max=1.0))
         return tree.take(max_nodes)
+
+
+_SHAPES = ("depths", "ancestors", "path_table")
 
 
 def check_tree(tree: DraftTree) -> None:

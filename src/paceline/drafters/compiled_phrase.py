@@ -95,13 +95,16 @@ class CompiledPhrases:
             return None
         return cls(head, trie, token_ids, embeddings, library)
 
-    def draft(self, inputs: Tensor, roots: Seq[int], max_nodes: int) -> list[DraftTree]:
+    def draft(
+        self, inputs: Tensor, roots: Seq[int], max_nodes: int, *, has_chains: bool = True
+    ) -> list[DraftTree]:
         """The most valuable phrase nodes of every row.
 
         Args:
             inputs: [M, num_inputs * D], what the head reads.
             roots: newest token of each row.
             max_nodes: most drafted nodes per row, at least 1.
+            has_chains: whether a head with a step drafts second phrases.
         """
         inputs = inputs.float().contiguous()
         shape = (len(roots), max_nodes + 1)
@@ -109,7 +112,7 @@ class CompiledPhrases:
         tokens, parents = (torch.empty(shape, dtype=torch.int64) for _ in range(2))
         values = torch.empty(shape)
         arrays = (inputs, newest, tokens, parents, values, counts)
-        call = abi.Drafts(len(roots), max_nodes, *[array.data_ptr() for array in arrays])
+        call = abi.Drafts(len(roots), max_nodes, has_chains, *[array.data_ptr() for array in arrays])
         self._library.paceline_phrase_draft(self._drafter, ctypes.byref(call))
         return [
             DraftTree(tokens[row, :count], parents[row, :count], values[row, :count])

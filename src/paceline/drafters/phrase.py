@@ -30,6 +30,10 @@ from paceline.targets.loading import cpu_has_bfloat16
 from paceline.transfers import upload
 from paceline.tree import DraftTree
 
+CHAINED_SEQUENCES = 4
+"""Sequences that get second phrases in one round, at most: in larger batches few nodes each are verified,
+and drafting further ahead costs more than it brings."""
+
 
 @dataclass(frozen=True, slots=True)
 class _State:
@@ -84,15 +88,17 @@ class PhraseDrafter:
     @torch.inference_mode()
     def propose(self, sequences: Seq[Sequence], max_nodes: int) -> list[DraftTree]:
         """The most valuable phrase nodes of every sequence; only a root where no state is known yet."""
-        trees = [DraftTree.root_only(sequence.last_token_id) for sequence in sequences]
-        ready = [i for i, sequence in enumerate(sequences) if self._is_ready(sequence)]
-        if not ready or max_nodes < 1:
-            return trees
-        roots = [sequences[i].last_token_id for i in ready]
-        drafted = self._trees.draft(self._inputs([sequences[i] for i in ready]), roots, max_nodes)
-        for i, tree in zip(ready, drafted, strict=True):
-            trees[i] = tree
-        return trees
+        ready = [sequence for sequence in sequences if self._is_ready(sequence)]
+        drafted: dict[Sequence, DraftTree] = {}
+        if ready and max_nodes >= 1:
+            trees = self._trees.draft(
+                self._inputs(ready),
+                [sequence.last_token_id for sequence in ready],
+                max_nodes,
+                has_chains=len(ready) <= CHAINED_SEQUENCES,
+            )
+            drafted = dict(zip(ready, trees, strict=True))
+        return [drafted.get(s) or DraftTree.root_only(s.last_token_id) for s in sequences]
 
     def observe(self, output: TargetOutput, results: Seq[VerifyResult | None]) -> None:
         """Keep the state behind each sequence's newest token, or that of a prompt chunk's last token."""

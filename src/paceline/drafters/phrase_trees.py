@@ -39,17 +39,20 @@ class PhraseTrees:
             self._chains = PhraseChains(trie, token_ids, head.config.chain_entries)
 
     @torch.no_grad()
-    def draft(self, inputs: Tensor, roots: Seq[int], max_nodes: int) -> list[DraftTree]:
+    def draft(
+        self, inputs: Tensor, roots: Seq[int], max_nodes: int, *, has_chains: bool = True
+    ) -> list[DraftTree]:
         """The most valuable phrase nodes of every row.
 
         Args:
             inputs: [M, num_inputs * D], what the head reads.
             roots: newest token of each row.
             max_nodes: most drafted nodes per row, at least 1.
+            has_chains: whether a head with a step drafts second phrases.
         """
         state = self._head.trunk(inputs)
         probabilities = torch.softmax(self._head.phrase_scores(state).float(), dim=-1)
-        if self._chains is not None:
+        if self._chains is not None and has_chains:
             second = self._second(self._chains, state, probabilities)
             return self._chains.trees(roots, probabilities, second, max_nodes)
         return [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Any
 
 from paceline.engine.stop_strings import StopMatcher
 from paceline.engine.text_decoder import TextDecoder
@@ -16,21 +15,19 @@ class IncrementalDetokenizer:
     are held back until the next piece or the end.
 
     Args:
-        tokenizer: a Hugging Face tokenizer.
-        skip_special_tokens: leave special tokens out of the text.
+        decoder: unused, for the ids; copied, so that one serves all answers of a tokenizer.
         stop: strings at which the text ends.
         include_stop_string: end the text behind the stop string instead of before it.
     """
 
     def __init__(
         self,
-        tokenizer: Any,
-        skip_special_tokens: bool = True,
+        decoder: TextDecoder,
         *,
         stop: Seq[str] = (),
         include_stop_string: bool = False,
     ) -> None:
-        self._decoder = TextDecoder(tokenizer, skip_special_tokens)
+        self._decoder = decoder.copy()
         self._matcher = StopMatcher(stop)
         self._include_stop_string = include_stop_string
         self._held = ""

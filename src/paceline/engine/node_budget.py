@@ -33,8 +33,10 @@ from paceline.tree import DraftTree
 
 MAX_NODES = 64
 """Most nodes that a drafter is asked for under the adaptive budget."""
-LEAST_ASKED = 16
+LEAST_ASKED = 4
 """Nodes that it is asked for at least."""
+ASKED_PER_KEPT = 3
+"""Further ones, for each that a sequence kept lately."""
 MAX_DEPTH = 32
 LENGTH_STEP = 64
 """Cached tokens after which costs are read off anew."""
@@ -139,12 +141,12 @@ class AdaptiveBudget:
         if self._pause > 0:
             self._pause -= 1
             return 0
-        return min(self.max_nodes, LEAST_ASKED + int(2 * self._most_kept))
+        return min(self.max_nodes, LEAST_ASKED + int(ASKED_PER_KEPT * self._most_kept))
 
     def prune(self, trees: Seq[DraftTree], cached_len: float) -> list[DraftTree]:
         """Keep the nodes with which the round's expected tokens per second are highest."""
         num_sequences = len(trees)
-        corrected = [self._corrected(tree) for tree in trees]
+        corrected = self._corrected(trees)
         self._has_drafts = any(tree.num_draft_tokens for tree in trees)
         plain = float(self._seconds(num_sequences, cached_len)[num_sequences])
         self._plain_rate = num_sequences / plain
@@ -179,11 +181,12 @@ class AdaptiveBudget:
         self._claimed = PRIOR + DECAY * (self._claimed - PRIOR)
         self._accepted = PRIOR + DECAY * (self._accepted - PRIOR)
         factors = self._factors()
-        for tree, result in zip(trees, results, strict=True):
-            if tree.num_draft_tokens:
-                levels = (tree.depths[1:] - 1).clamp(max=MAX_DEPTH - 1)
-                claimed = tree.node_values[1:].double() / factors[levels]
-                self._claimed.index_add_(0, levels, claimed)
+        drafted = [tree for tree in trees if tree.num_draft_tokens]
+        levels = (torch.cat([tree.depths[1:] for tree in drafted]) - 1).clamp_(max=MAX_DEPTH - 1)
+        claimed = torch.cat([tree.node_values[1:] for tree in drafted]).double() / factors[levels]
+        self._claimed.index_add_(0, levels, claimed)
+        for result in results:
+            if result.accepted_ids:
                 self._accepted[: len(result.accepted_ids)] += 1.0
 
     def _seconds(self, num_rows: int, cached_len: float) -> Tensor:
@@ -198,13 +201,16 @@ class AdaptiveBudget:
         """float64 [MAX_DEPTH]: accepted over claimed, never rising with depth, so that trees stay trees."""
         return (self._accepted / self._claimed).cummin(0).values
 
-    def _corrected(self, tree: DraftTree) -> DraftTree:
-        """The tree with corrected values."""
-        levels = (tree.depths[1:] - 1).clamp(max=MAX_DEPTH - 1)
-        values = tree.node_values.clone()
-        values[1:] *= self._factors()[levels].float()
-        values.clamp_(max=1.0)
-        return DraftTree(tree.token_ids, tree.parents, values)
+    def _corrected(self, trees: Seq[DraftTree]) -> list[DraftTree]:
+        """The trees with corrected values."""
+        factors = torch.cat([torch.ones(1), self._factors().float()])
+        levels = torch.cat([tree.depths for tree in trees]).clamp_(max=MAX_DEPTH)
+        values = torch.cat([tree.node_values for tree in trees]) * factors[levels]
+        parts = torch.split(values.clamp_(max=1.0), [len(tree) for tree in trees])
+        return [
+            tree.with_values(part) if tree.num_draft_tokens else tree
+            for tree, part in zip(trees, parts, strict=True)
+        ]
 
     def _judge(self, draft_seconds: float) -> None:
         """Pause drafting when plain steps are expected to be faster than the newest drafted rounds."""

@@ -167,6 +167,7 @@ class Drafts(Structure):
     _fields_: ClassVar = [
         ("num_rows", c_int32),
         ("max_nodes", c_int32),
+        ("has_chains", c_int32),
         ("inputs", c_void_p),
         ("roots", c_void_p),
         ("tokens", c_void_p),

@@ -15,7 +15,8 @@ struct Merged {
 
 class Merger {
  public:
-  Merger(const Trie& trie, const Guess& guess) : trie_(trie), guess_(guess) {}
+  Merger(const Trie& trie, const Children& children, const Guess& guess)
+      : trie_(trie), children_(children), guess_(guess) {}
   std::vector<Merged> nodes;
 
   // The child of a node by a token; one that is new is worth its mass in the first trie.
@@ -35,20 +36,14 @@ class Merger {
   }
 
  private:
-  // Nodes are numbered by level, then by parent, then by token.
   int find(int parent, int token) const {
-    int low = 0, high = trie_.num_nodes;
-    while (low < high) {
-      const int middle = (low + high) / 2;
-      const bool is_before = trie_.parents[middle] < parent ||
-                             (trie_.parents[middle] == parent && trie_.tokens[middle] < token);
-      if (is_before) low = middle + 1;
-      else high = middle;
-    }
-    return low < trie_.num_nodes && trie_.parents[low] == parent && trie_.tokens[low] == token ? low : -1;
+    const int32_t *begin = trie_.tokens + children_.begin(parent), *end = trie_.tokens + children_.end(parent);
+    const int32_t* found = std::lower_bound(begin, end, token);
+    return found != end && *found == token ? int(found - trie_.tokens) : -1;
   }
 
   const Trie& trie_;
+  const Children& children_;
   const Guess& guess_;
   std::unordered_map<int64_t, int> numbers_;
 };

@@ -38,7 +38,7 @@ struct Chain {
 };
 
 struct Drafts {
-  int32_t num_rows, max_nodes;
+  int32_t num_rows, max_nodes, has_chains;
   const float* inputs;    // [rows, num_inputs * input_size]
   const int64_t* roots;   // [rows] newest tokens.
   int64_t* tokens;        // [rows, max_nodes + 1], roots first, parents before children.
@@ -53,7 +53,9 @@ class PhraseDrafter {
       : head_(head), trie_(trie), chain_(chain), num_threads_(num_threads) {
     layers_.assign(head.layers, head.layers + head.depth);
     norms_.assign(head.norms, head.norms + head.depth);
+    children_ = Children(trie);
     if (!chain.num_first) return;
+    follower_children_ = Children(chain.followers);
     steps_.assign(chain.layers, chain.layers + 2);
     step_norms_.assign(chain.norms, chain.norms + 2);
   }
@@ -61,7 +63,8 @@ class PhraseDrafter {
   void draft(const Drafts& call) {
     Pool& pool = shared_pool(num_threads_);
     const Work first = prepare(call.num_rows, head_.num_inputs * head_.input_size, layers_, head_.output, first_);
-    const int num_chained = call.num_rows * chain_.num_first;
+    const int num_first = call.has_chains ? chain_.num_first : 0;
+    const int num_chained = call.num_rows * num_first;
     Work second{};
     if (num_chained) second = prepare(num_chained, steps_[0].in, steps_, chain_.output, second_);
     guesses_.resize(std::max<size_t>(guesses_.size(), call.num_rows));
@@ -85,7 +88,7 @@ class PhraseDrafter {
       }
       score(pool, thread, head_.output, first, call.num_rows);
       each(call.num_rows, [&](int row) {
-        guess(trie_, trie_.num_entries, first.scores_of(row), call.max_nodes, chain_.num_first, guesses_[row]);
+        guess(trie_, children_, trie_.num_entries, first.scores_of(row), call.max_nodes, num_first, guesses_[row]);
         if (!num_chained) write(call, row, guesses_[row]);
       });
       if (num_chained) chain(pool, thread, each, call, first, second, num_chained);
@@ -155,7 +158,7 @@ class PhraseDrafter {
     }
     score(pool, thread, chain_.output, second, num_rows);
     each(num_rows, [&](int row) {
-      guess(chain_.followers, chain_.followers.num_entries + 1, second.scores_of(row),
+      guess(chain_.followers, follower_children_, chain_.followers.num_entries + 1, second.scores_of(row),
             std::max(call.max_nodes, chain_.min_nodes), 0, follows_[row]);
     });
     each(call.num_rows, [&](int row) { merge(call, row); });
@@ -223,7 +226,7 @@ class PhraseDrafter {
 
   void merge(const Drafts& call, int row) {
     const Guess& guess = guesses_[row];
-    Merger merger(trie_, guess);
+    Merger merger(trie_, children_, guess);
     for (int node : guess.nodes) merger.first(node);
     std::vector<int> place;
     for (int i = 0; i < chain_.num_first; i++) {
@@ -295,6 +298,7 @@ class PhraseDrafter {
   Trie trie_;
   Chain chain_;
   const int num_threads_;
+  Children children_, follower_children_;
   std::vector<Linear> layers_, steps_;
   std::vector<Norm> norms_, step_norms_;
   std::vector<Guess> guesses_, follows_;

@@ -70,6 +70,17 @@ inline float maximum(v16f v) {
   return best;
 }
 
+// Whether any of the sixteen is above x.
+inline bool any_above(v16f v, float x) {
+#if defined(__AVX512F__)
+  __m512 wide;
+  std::memcpy(&wide, &v, 64);
+  return _mm512_cmp_ps_mask(wide, _mm512_set1_ps(x), _CMP_GT_OQ) != 0;
+#else
+  return maximum(v) > x;
+#endif
+}
+
 // exp in fp32 to about 2 units in the last place: 2^n times a polynomial on [-ln2 / 2, ln2 / 2].
 inline v16f exponential(v16f x) {
   x = minimum(maximum(x, splat(-87.0f)), splat(88.0f));

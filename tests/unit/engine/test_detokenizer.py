@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 
 from paceline.engine.detokenizer import IncrementalDetokenizer
 from paceline.engine.stop_strings import StopChecker
+from paceline.engine.text_decoder import TextDecoder
 
 WORDS = ["The", " par", "is", " is", " Paris", ".", " the"]
 
 
-def stream(tokenizer, ids, length, **options) -> list[str]:
+def stream(tokenizer, ids, length, skip_special_tokens=True, **options) -> list[str]:
     """Pieces of a text whose ids arrive in blocks; the last one comes from `finish`."""
-    detokenizer = IncrementalDetokenizer(tokenizer, **options)
+    detokenizer = IncrementalDetokenizer(TextDecoder(tokenizer, skip_special_tokens), **options)
     pieces = [detokenizer.push(ids[start : start + length]) for start in range(0, len(ids), length)]
     return [*pieces, detokenizer.finish()]
 
@@ -53,20 +54,20 @@ def test_trimmed_ids_give_the_text_before_the_stop_string(byte_level, speller, l
 
 
 def test_beginning_of_a_stop_string_waits_and_comes_back(byte_level, speller):
-    detokenizer = IncrementalDetokenizer(byte_level, stop=[" is Pal"])
+    detokenizer = IncrementalDetokenizer(TextDecoder(byte_level), stop=[" is Pal"])
     assert detokenizer.push([speller.word("The"), speller.word(" is")]) == "The"
     assert detokenizer.push([speller.word(" Paris")]) == " is Paris"
 
 
 def test_held_beginning_is_released_at_the_end(byte_level, speller):
-    detokenizer = IncrementalDetokenizer(byte_level, stop=[" is Par"])
+    detokenizer = IncrementalDetokenizer(TextDecoder(byte_level), stop=[" is Par"])
     assert detokenizer.push([speller.word("The"), speller.word(" is")]) == "The"
     assert detokenizer.finish() == " is"
     assert detokenizer.finish() == ""
 
 
 def test_nothing_follows_the_stop_string(byte_level, speller):
-    detokenizer = IncrementalDetokenizer(byte_level, stop=["is"])
+    detokenizer = IncrementalDetokenizer(TextDecoder(byte_level), stop=["is"])
     assert detokenizer.push([speller.word("The"), speller.word(" is")]) == "The "
     assert detokenizer.push([speller.word(" the")]) == ""
     assert detokenizer.finish() == ""
