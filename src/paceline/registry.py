@@ -27,6 +27,9 @@ VERIFIERS: Mapping[str, str] = MappingProxyType(
     {
         "greedy": "paceline.verifiers.greedy:GreedyVerifier",
         "sampling": "paceline.verifiers.sampling:SamplingVerifier",
+        "budgeted": "paceline.verifiers.budgeted:BudgetedVerifier",
+        "typical": "paceline.verifiers.typical:TypicalVerifier",
+        "margin": "paceline.verifiers.margin:MarginVerifier",
     }
 )
 

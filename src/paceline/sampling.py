@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
 from paceline.errors import ConfigError, RequestError
+from paceline.relaxation import DEFAULT_RELAXATION, Relaxation
 
 MIN_TEMPERATURE = 1e-37
 """Smaller numbers vanish in fp32, and logits divided by nothing are no numbers."""
@@ -41,6 +42,7 @@ class SamplingParameters:
         no_repeat_ngram_size: no n-gram of this size occurs twice in prompt and output (0: off).
         logprobs: number of alternatives to report beside each emitted token's log-probability; None reports
             nothing.
+        relaxation: limits of lossy verifiers; the others ignore it.
     """
 
     max_new_tokens: int | None = 256
@@ -61,6 +63,7 @@ class SamplingParameters:
     bad_words: tuple[tuple[int, ...], ...] = ()
     no_repeat_ngram_size: int = 0
     logprobs: int | None = None
+    relaxation: Relaxation = DEFAULT_RELAXATION
 
     def __post_init__(self) -> None:
         """Refuse values out of range, naming the field, the value and the range."""

@@ -7,6 +7,7 @@ cache, the drafters, the statistics and the stream all see the trimmed result on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -16,6 +17,8 @@ from paceline.sampling import SamplingParameters
 from paceline.tree import DraftTree
 
 FinishReason = Literal["stop", "length"]
+Refused = Literal["leaf", "gate", "budget", "cap", "end_of_text", "threshold"]
+"""Why a path ends where it does: nothing was drafted behind it, or what refused the best node that was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,34 @@ class TokenLogProb:
 
 
 @dataclass(frozen=True, slots=True)
+class RelaxedToken:
+    """An accepted token that is not the target's choice.
+
+    Attributes:
+        place: its index among the accepted tokens of its round.
+        regret: largest logit at its position minus its own; 0 for one of several equal ones.
+    """
+
+    place: int
+    regret: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Where and why a lossy verifier ended the path.
+
+    Attributes:
+        reason: see `Refused`.
+        regret: of the refused node, the least among its siblings; NaN behind a leaf.
+        value: its suffix value under the rule; NaN likewise, and where the rule has none.
+    """
+
+    reason: Refused
+    regret: float = math.nan
+    value: float = math.nan
+
+
+@dataclass(frozen=True, slots=True)
 class VerifyResult:
     """What a verifier kept of one draft tree.
 
@@ -43,15 +74,25 @@ class VerifyResult:
         next_token_id: the target's own token after the path (recovered after a rejection, bonus after a full
             path);
             None once `Sequence.accept` has trimmed it away.
-        num_relaxed: accepted tokens that are not the target's choice (budgeted verification).
-        charge: regret spent on them, in logits.
+        relaxed: accepted tokens that are not the target's choice, in order; lossy verifiers only.
+        refusal: why the path ends; lossy verifiers only.
     """
 
     path: tuple[int, ...]
     accepted_ids: tuple[int, ...]
     next_token_id: int | None
-    num_relaxed: int = 0
-    charge: float = 0.0
+    relaxed: tuple[RelaxedToken, ...] = ()
+    refusal: Refusal | None = None
+
+    @property
+    def num_relaxed(self) -> int:
+        """Accepted tokens that are not the target's choice."""
+        return len(self.relaxed)
+
+    @property
+    def charge(self) -> float:
+        """Regret spent on them, in logits."""
+        return math.fsum(token.regret for token in self.relaxed)
 
     @property
     def emitted_ids(self) -> tuple[int, ...]:
@@ -68,7 +109,11 @@ class VerifyResult:
         if num_tokens >= len(self.emitted_ids):
             return self
         return replace(
-            self, path=self.path[:num_tokens], accepted_ids=self.accepted_ids[:num_tokens], next_token_id=None
+            self,
+            path=self.path[:num_tokens],
+            accepted_ids=self.accepted_ids[:num_tokens],
+            next_token_id=None,
+            relaxed=tuple(token for token in self.relaxed if token.place < num_tokens),
         )
 
 
@@ -88,6 +133,7 @@ class Sequence:
         output_ids: emitted tokens.
         finish_reason: None while running.
         log_probs: one entry per emitted token when asked for.
+        regret_spent: of all relaxed tokens that were emitted, in logits: the ledger of budgeted verification.
     """
 
     prompt_ids: list[int]
@@ -99,6 +145,7 @@ class Sequence:
     output_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     log_probs: list[TokenLogProb] = field(default_factory=list)
+    regret_spent: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse prompts that leave no room for a token."""
@@ -142,6 +189,8 @@ class Sequence:
     def accept(self, result: VerifyResult) -> VerifyResult:
         """Add the tokens of `result`, trimmed at the first stop condition; sets `finish_reason`.
 
+        Only what is added is charged to the ledger, not what a stop cuts off.
+
         Returns:
             The trimmed result: exactly the tokens that were added.
         """
@@ -161,7 +210,9 @@ class Sequence:
                 del self.output_ids[stopped:]
                 keep, reason = stopped - num_before, "stop"
         self.finish_reason = reason  # type: ignore[assignment]
-        return result.trimmed(keep)
+        trimmed = result.trimmed(keep)
+        self.regret_spent += trimmed.charge
+        return trimmed
 
 
 @dataclass(frozen=True, slots=True)

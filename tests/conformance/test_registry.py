@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -13,6 +14,7 @@ from paceline.engine.generator import Generator
 from paceline.engine.load import load
 from paceline.errors import ConfigError, UnsupportedFeatureError
 from paceline.registry import drafter_class, drafter_names, verifier_class, verifier_names
+from paceline.relaxation import Relaxation
 from paceline.sampling import SamplingParameters
 from paceline.testing import TINY_ARCHITECTURES, ReplayDrafter
 
@@ -20,7 +22,12 @@ NUM_NEW = 24
 GREEDY = SamplingParameters(max_new_tokens=NUM_NEW)
 SAMPLED = SamplingParameters(max_new_tokens=NUM_NEW, temperature=0.9, top_k=20, seed=7)
 # What each verifier decodes, and whether it writes the target's own text.
-REQUESTS = {"greedy": GREEDY, "sampling": SAMPLED}
+REQUESTS = {"greedy": GREEDY, "sampling": SAMPLED, "budgeted": GREEDY, "typical": GREEDY, "margin": GREEDY}
+# Limits under which nothing is relaxed, and some under which much is, in logits of tiny models.
+STRICT = Relaxation(risk_budget=0.0, typical_epsilon=1.0, typical_delta=1e9, max_regret=0.0)
+LOOSE = Relaxation(risk_budget=30.0, max_regret_per_value=1e3, typical_epsilon=1e-4, max_regret=1e3)
+LOSSLESS = [name for name in verifier_names() if verifier_class(name).lossless]
+LOSSY = sorted({*verifier_names()} - {*LOSSLESS})
 ARCHITECTURES = sorted(set(TINY_ARCHITECTURES) - {"gpt2-short"})
 
 
@@ -64,9 +71,8 @@ def test_greedy_ids_are_those_of_the_oracle(
 def test_every_pair_writes_the_text_of_plain_decoding(
     architecture, drafter, verifier, build_drafter, target_of, tokenizer
 ):
-    """Lossless verifiers: the same text as without drafting, in batches of one and of three."""
-    assert verifier_class(verifier).lossless
-    asked = REQUESTS[verifier]
+    """The same text as without drafting, in batches of one and of three; lossy ones under strict limits."""
+    asked = replace(REQUESTS[verifier], relaxation=STRICT)
 
     def answers(name, batch_size):
         generator = Generator(
@@ -83,12 +89,44 @@ def test_every_pair_writes_the_text_of_plain_decoding(
     assert answers(drafter, 1) == answers(drafter, 3) == expected
 
 
+@pytest.mark.parametrize("verifier", LOSSY)
+@pytest.mark.parametrize("drafter", drafter_names())
+def test_lossy_verifiers_stream_what_they_account_for(
+    drafter, verifier, build_drafter, target_of, oracle_of, tokenizer
+):
+    """Streamed and in one piece the same; every relaxed token is marked, counted and charged."""
+    generator = Generator(
+        target_of("llama"), tokenizer, build_drafter(drafter, "llama"), verifier=verifier, max_batch_size=3
+    )
+    asked = replace(GREEDY, relaxation=LOOSE)
+    num_relaxed = 0
+    for prompt, whole in zip(PROMPTS, generator.generate_batch(PROMPTS, asked), strict=True):
+        events = list(generator.stream(prompt, asked))
+        result = events[-1].result
+        assert "".join(event.text for event in events) == result.text
+        assert (result.token_ids, result.text) == (whole.token_ids, whole.text)
+        origins = [origin for event in events for origin in event.origins]
+        statistics = result.statistics
+        assert statistics.num_relaxed_tokens == origins.count("relaxed") <= statistics.num_accepted_tokens
+        assert sum(statistics.refusals.values()) == statistics.num_rounds
+        if verifier == "budgeted":
+            assert statistics.regret_spent <= LOOSE.risk_budget + 1e-6
+        if not statistics.num_relaxed_tokens:
+            assert list(result.token_ids) == oracle_of("llama", tuple(prompt), NUM_NEW)
+        num_relaxed += statistics.num_relaxed_tokens
+    # Copying and phrases both propose tokens that are not the argmax.
+    assert (num_relaxed > 0) == (drafter != "none")
+
+
 @pytest.mark.parametrize("drafter", drafter_names())
 @pytest.mark.parametrize(
     ("verifier", "temperature", "message"),
     [
         ("greedy", 0.7, "verifier 'greedy' cannot serve temperature 0.7"),
         ("sampling", 0.0, "verifier 'sampling' cannot serve temperature 0"),
+        ("budgeted", 0.7, "verifier 'budgeted' cannot serve temperature 0.7"),
+        ("typical", 0.7, "verifier 'typical' cannot serve temperature 0.7"),
+        ("margin", 0.7, "verifier 'margin' cannot serve temperature 0.7"),
     ],
 )
 def test_verifiers_refuse_temperatures_that_they_cannot_serve(

@@ -14,6 +14,7 @@ import torch
 from paceline.drafters.prompt_lookup import PromptLookupDrafter
 from paceline.engine.generator import Generator
 from paceline.registry import drafter_class, drafter_names
+from paceline.relaxation import Relaxation
 from paceline.sampling import SamplingParameters
 from paceline.sequence import Segment, Sequence
 from paceline.testing import ReplayDrafter
@@ -348,3 +349,15 @@ def test_training_text_begins_with_prompt_and_generated_ids(prompts, smollm2):
     assert rendered[: len(generated)] == generated
     assert len(rendered) == 46
     assert smollm2.tokenizer.decode(rendered[45:]) == "\n"
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize("wrong", [None, 0, 3])
+def test_a_budget_of_nothing_gives_the_exact_ids(smollm2, prompts, replay, name, wrong):
+    """Row 39: budgeted verification with budget 0 on F1 to F5, whatever is drafted."""
+    generator = replay(8, wrong=wrong, decoys=True)
+    generator.verifier = "budgeted"
+    asked = SamplingParameters(max_new_tokens=len(FIXTURES[name].ids), relaxation=Relaxation(risk_budget=0.0))
+    result = generator.generate(prompts[name], asked)
+    check(result, name, smollm2.tokenizer)
+    assert result.statistics.num_relaxed_tokens == 0

@@ -9,6 +9,7 @@ from typer import Option
 from paceline.cli.console import notice, summary
 from paceline.cli.option_groups import expand_options
 from paceline.cli.options import ModelOptions, SamplingOptions
+from paceline.cli.relaxation_options import RelaxationOptions
 from paceline.errors import PacelineError, RequestError
 
 if TYPE_CHECKING:
@@ -22,18 +23,21 @@ HELP = "/stats: figures of the last answer · /reset: start anew · Ctrl-C: stop
 def chat(
     model: ModelOptions,
     sampling: SamplingOptions,
+    lossy: RelaxationOptions,
     system: Annotated[str | None, Option(help="System message.")] = None,
 ) -> None:
     """Talk to the model; it remembers the conversation."""
     from paceline.engine.conversation import Conversation
 
     sampling.check()
+    lossy.relaxation()
     generator = model.load()
     if not generator.has_chat_template:
         raise RequestError(
             "this model has no chat template, so it cannot chat: use `paceline generate --raw`"
         )
-    session = ChatSession(Conversation(generator, sampling.parameters(generator), system=system))
+    parameters = lossy.applied(sampling.parameters(generator), generator)
+    session = ChatSession(Conversation(generator, parameters, system=system))
     notice(HELP)
     while session.is_open:
         try:

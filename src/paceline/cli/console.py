@@ -32,8 +32,13 @@ def notice(text: str) -> None:
 
 def summary(statistics: GenerationStatistics) -> str:
     """One line on how an answer came about."""
+    relaxed = ""
+    if statistics.num_relaxed_tokens:
+        relaxed = (
+            f", {statistics.num_relaxed_tokens} of them relaxed for a regret of {statistics.regret_spent:.2f}"
+        )
     return (
         f"{statistics.num_output_tokens} tokens in {statistics.seconds:.1f} s: "
         f"{statistics.tokens_per_second:.1f} tokens/s, {statistics.num_rounds} rounds, "
-        f"{statistics.mean_acceptance_length:.2f} tokens a round"
+        f"{statistics.mean_acceptance_length:.2f} tokens a round{relaxed}"
     )

@@ -13,6 +13,7 @@ from typer import Argument, Option
 from paceline.cli.console import notice, summary
 from paceline.cli.option_groups import expand_options
 from paceline.cli.options import ModelOptions, SamplingOptions
+from paceline.cli.relaxation_options import RelaxationOptions
 from paceline.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def generate(
     prompt: Annotated[str, Argument(help="The prompt; - reads it from standard input.")],
     model: ModelOptions,
     sampling: SamplingOptions,
+    lossy: RelaxationOptions,
     raw: Annotated[bool, Option("--raw", help="Do not wrap the prompt in the chat template.")] = False,
     stream: Annotated[bool, Option("--stream", help="Print the answer while it grows.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object and nothing else.")] = False,
@@ -35,9 +37,10 @@ def generate(
             "--stream and --json were both given: a JSON object is printed in one piece, choose one"
         )
     sampling.check()
+    lossy.relaxation()
     text = read_prompt(prompt, raw=raw)
     generator = model.load()
-    parameters = sampling.parameters(generator)
+    parameters = lossy.applied(sampling.parameters(generator), generator)
     if not raw and not generator.has_chat_template:
         notice("notice: this model has no chat template, so the prompt is taken as it is (as with --raw)")
     if stream:

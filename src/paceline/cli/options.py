@@ -47,7 +47,8 @@ class ModelOptions:
     verifier: Annotated[
         str | None,
         Option(
-            help="greedy or sampling; by default greedy at temperature 0 and sampling above.",
+            help="greedy or sampling (lossless), budgeted, typical or margin (lossy); by default greedy at "
+            "temperature 0 and sampling above.",
             rich_help_panel=MODEL_PANEL,
         ),
     ] = None

@@ -21,12 +21,13 @@ from paceline.engine.node_budget import NodeBudget
 from paceline.engine.speculate import RoundOutcome, SpeculativeEngine
 from paceline.engine.stats import GenerationStatistics, StatisticsRecorder
 from paceline.engine.stop_strings import StopChecker
+from paceline.engine.text_decoder import TextDecoder
 from paceline.errors import ConfigError, RequestError
 from paceline.sampling import SamplingParameters
 from paceline.sequence import FinishReason, Sequence, TokenLogProb
 from paceline.targets.base import TargetModel
 
-Origin = Literal["drafted", "target"]
+Origin = Literal["drafted", "relaxed", "target"]
 Prompt = str | Seq[int]
 Message = Mapping[str, str]
 
@@ -59,7 +60,8 @@ class StreamEvent:
     Attributes:
         text: new text; joined over all events it is the result's text.
         token_ids: new ids.
-        origins: where each id came from: accepted draft, or the target's own choice (recovered or bonus).
+        origins: where each id came from: an accepted draft that the target would have chosen, one that a
+            lossy verifier kept although it would not, or the target itself (recovered or bonus).
         num_draft_tokens: nodes drafted in this round.
         result: set on the last event only.
     """
@@ -103,6 +105,7 @@ class Generator:
         self.default_parameters = default_parameters or SamplingParameters()
         self.eos_token_ids = frozenset(eos_token_ids)
         self.verifier = verifier
+        self._decoder = TextDecoder(tokenizer)
         # Sequence -> its answer, as long as somebody holds the answer.
         self._answers: WeakValueDictionary[Sequence, Answer] = WeakValueDictionary()
         self.engine = SpeculativeEngine(
@@ -225,7 +228,7 @@ class Generator:
             former=former.sequence if former else None,
             keeps_cache=keeps_cache,
         )
-        answer = self._answers[sequence] = Answer(sequence, self.tokenizer)
+        answer = self._answers[sequence] = Answer(sequence, self._decoder)
         return answer
 
     def run(self, answers: Seq[Answer]) -> Iterator[IndexedEvent]:
@@ -266,12 +269,12 @@ class Answer:
         events: what `Generator.run` has not handed out yet.
     """
 
-    def __init__(self, sequence: Sequence, tokenizer: Any) -> None:
+    def __init__(self, sequence: Sequence, decoder: TextDecoder) -> None:
         self.sequence = sequence
         self.events: deque[StreamEvent] = deque()
         parameters = sequence.parameters
         self._detokenizer = IncrementalDetokenizer(
-            tokenizer, stop=parameters.stop, include_stop_string=parameters.include_stop_string
+            decoder, stop=parameters.stop, include_stop_string=parameters.include_stop_string
         )
         self._recorder = StatisticsRecorder()
         self._text: list[str] = []
@@ -285,14 +288,14 @@ class Answer:
         if self.sequence.is_finished:
             text += self._detokenizer.finish()
         self._text.append(text)
-        num_accepted = len(result.accepted_ids)
-        origins: tuple[Origin, ...] = tuple(
-            "drafted" if i < num_accepted else "target" for i in range(len(ids))
-        )
+        origins: list[Origin] = ["drafted"] * len(result.accepted_ids)
+        origins += ["target"] * (len(ids) - len(origins))
+        for token in result.relaxed:
+            origins[token.place] = "relaxed"
         return StreamEvent(
             text,
             ids,
-            origins,
+            tuple(origins),
             outcome.tree.num_draft_tokens,
             self._result() if self.sequence.is_finished else None,
         )

@@ -8,7 +8,7 @@ rejection counts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from time import perf_counter
 
 from paceline.sequence import VerifyResult
@@ -56,6 +56,11 @@ class GenerationStatistics:
         forward_seconds: time in the target's forward.
         verify_seconds: time in processors and verifier.
         commit_seconds: time after verification.
+        num_relaxed_tokens: emitted tokens that a lossy verifier kept although the target would have chosen
+            others.
+        regret_spent: on them, in logits: by so much their log-probabilities are below the argmax's.
+        refusals: why the paths ended, by reason (`sequence.Refused`), and how often; empty with other
+            verifiers.
     """
 
     num_rounds: int
@@ -73,8 +78,11 @@ class GenerationStatistics:
     forward_seconds: float
     verify_seconds: float
     commit_seconds: float
+    num_relaxed_tokens: int = 0
+    regret_spent: float = 0.0
+    refusals: dict[str, int] = field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, int | float | list[int]]:
+    def as_dict(self) -> dict[str, int | float | list[int] | dict[str, int]]:
         """The fields, ready for JSON."""
         return asdict(self)
 
@@ -99,6 +107,9 @@ class StatisticsRecorder:
         self._forward_seconds = 0.0
         self._verify_seconds = 0.0
         self._commit_seconds = 0.0
+        self._num_relaxed_tokens = 0
+        self._regret_spent = 0.0
+        self._refusals: dict[str, int] = {}
 
     def record(self, tree: DraftTree, result: VerifyResult, timing: RoundTiming) -> None:
         """Add one round.
@@ -122,6 +133,11 @@ class StatisticsRecorder:
         self._forward_seconds += timing.forward_seconds
         self._verify_seconds += timing.verify_seconds
         self._commit_seconds += timing.commit_seconds
+        self._num_relaxed_tokens += result.num_relaxed
+        self._regret_spent += result.charge
+        if result.refusal is not None:
+            reason = result.refusal.reason
+            self._refusals[reason] = self._refusals.get(reason, 0) + 1
         self._last = self._clock()
 
     def finish(self) -> GenerationStatistics:
@@ -143,6 +159,9 @@ class StatisticsRecorder:
             forward_seconds=self._forward_seconds,
             verify_seconds=self._verify_seconds,
             commit_seconds=self._commit_seconds,
+            num_relaxed_tokens=self._num_relaxed_tokens,
+            regret_spent=self._regret_spent,
+            refusals=dict(self._refusals),
         )
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from paceline.engine.stats import RoundTiming, StatisticsRecorder
-from paceline.sequence import VerifyResult
+from paceline.sequence import Refusal, RelaxedToken, VerifyResult
 from paceline.tree import DraftTree
 
 TIMING = RoundTiming(0.01, 0.04, 0.02, 0.03, num_sequences=1, num_rows=5)
@@ -94,7 +94,18 @@ def test_statistics_go_through_json():
     restored = json.loads(json.dumps(statistics.as_dict()))
     assert restored["accepted_per_position"] == [1, 1]
     assert restored == statistics.as_dict()
-    assert len(restored) == 15
+    assert len(restored) == 18
+
+
+def test_relaxed_tokens_their_regret_and_the_reasons_are_added_up():
+    recorder = record([(4, 2)])
+    tree = DraftTree.from_chain(1, [5, 6, 7])
+    relaxed = (RelaxedToken(0, 0.5), RelaxedToken(1, 0.25))
+    for refusal in (Refusal("gate", 1.0, 2.0), Refusal("leaf"), Refusal("gate", 0.5, 1.0)):
+        recorder.record(tree, VerifyResult((1, 2), (5, 6), 8, relaxed, refusal), TIMING)
+    statistics = recorder.finish()
+    assert (statistics.num_relaxed_tokens, statistics.regret_spent) == (6, 2.25)
+    assert statistics.refusals == {"gate": 2, "leaf": 1}
 
 
 def test_earlier_snapshot_is_not_changed_by_later_rounds():

@@ -1,0 +1,72 @@
+"""Budgeted verification: near-argmax tokens are kept within one regret budget for the whole request.
+
+The rule is ASD's, "approximate speculative decoding" with a cumulative regret budget; lossy by design, and
+its authors report a patent application. A drafted token that is not the argmax is kept when all this holds:
+
+1. its regret per suffix value is at most `max_regret_per_value`;
+2. the regret kept so far in this round and its own fit into what the request's budget has left;
+3. the round has kept fewer than `max_relaxed_tokens_per_block` such tokens.
+
+The first failure ends the path, and the target's own token follows. The published rule is for chains, where
+the suffix value is the number of drafted tokens still at stake. On trees it is `value_horizon - depth + 1`
+here: it depends on the request and on nothing that this machine could afford, so a useless deep leaf cannot
+loosen the gate. Every path is scored under the same ledger, and only the chosen one is charged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from paceline.sequence import Sequence
+from paceline.verifiers.draft_forest import DraftForest
+from paceline.verifiers.node_regrets import NodeRegrets
+from paceline.verifiers.relaxed import Judgement, Paths, RelaxedVerifier
+
+TOLERANCE = 1e-9
+"""Slack of the ledger in logits, as published: sums of regrets round."""
+
+
+class BudgetedVerifier(RelaxedVerifier):
+    """Spends a bounded regret to keep the suffix that the target has scored already."""
+
+    name: ClassVar[str] = "budgeted"
+
+    def judge(
+        self,
+        forest: DraftForest,
+        scores: NodeRegrets,
+        paths: Paths,
+        logits: Tensor,  # noqa: ARG002
+        sequences: Seq[Sequence],
+    ) -> Judgement:
+        """Gate, ledger and cap of every node."""
+        limits = [sequence.parameters.relaxation for sequence in sequences]
+        horizon, scale, gate, remaining, cap = np.array(
+            [
+                (
+                    own.value_horizon,
+                    own.value_horizon if own.is_value_normalised else 1,
+                    # No regret is below 0, so nothing passes: not even equal logits.
+                    -1.0 if own.is_strict else own.max_regret_per_value,
+                    own.allowance(len(sequence.output_ids)) - sequence.regret_spent,
+                    own.max_relaxed_tokens_per_block,
+                )
+                for own, sequence in zip(limits, sequences, strict=True)
+            ],
+            dtype=np.float64,
+        ).T[:, forest.owners]
+        values = np.maximum(horizon - paths.depths + 1, 0.0) / scale
+        with np.errstate(divide="ignore", invalid="ignore"):
+            passes_gate = (values > 0) & (scores.regrets / values <= gate)
+        return Judgement(
+            (
+                ("gate", ~passes_gate),
+                ("budget", paths.regrets > remaining + TOLERANCE),
+                ("cap", paths.num_relaxed > cap),
+            ),
+            values,
+        )

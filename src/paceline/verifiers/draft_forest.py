@@ -1,0 +1,111 @@
+"""All draft trees of a batch as flat arrays, and the best path of each under a rule that refuses nodes.
+
+A lossy verifier decides for every node whether it may be kept provided that everything above it is. What is
+kept of a tree is then the deepest node without a refused one on its path: the path that yields most tokens,
+then the one with least regret, then the one of the lowest node. All of it is array code; nothing runs node by
+node but the climb along the chosen path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.tree import DraftTree
+
+Reals = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftForest:
+    """R nodes of B trees, numbered by row.
+
+    Attributes:
+        token_ids: int64 [R].
+        parents: int64 [R], rows; a root is its own.
+        owners: int64 [R], number of the tree.
+        roots: int64 [B], rows.
+        slices: rows of each tree.
+    """
+
+    token_ids: NDArray[np.int64]
+    parents: NDArray[np.int64]
+    owners: NDArray[np.int64]
+    roots: NDArray[np.int64]
+    slices: tuple[slice, ...]
+
+    def __len__(self) -> int:
+        """Number of nodes, roots included."""
+        return len(self.token_ids)
+
+    @classmethod
+    def of(cls, trees: Seq[DraftTree], starts: Seq[int]) -> DraftForest:
+        """Join trees whose first rows are `starts`."""
+        parents = np.concatenate([tree.parents.numpy() + start for tree, start in zip(trees, starts)])
+        roots = np.asarray(starts, dtype=np.int64)
+        parents[roots] = roots
+        lengths = [len(tree) for tree in trees]
+        return cls(
+            np.concatenate([tree.token_ids.numpy() for tree in trees]),
+            parents,
+            np.repeat(np.arange(len(trees)), lengths),
+            roots,
+            tuple(slice(start, start + length) for start, length in zip(starts, lengths)),
+        )
+
+    def path_sums(self, amounts: Reals) -> Reals:
+        """Sum over each node and everything above it.
+
+        Args:
+            amounts: [C, R], 0 for roots.
+
+        Returns:
+            [C, R].
+        """
+        sums, above = amounts.copy(), self.parents
+        # Every pass doubles the part of the path that a sum covers; roots add nothing however often.
+        while True:
+            sums += sums[:, above]
+            higher = above[above]
+            if np.array_equal(higher, above):
+                return sums
+            above = higher
+
+    def best_ends(self, may_keep: Flags, depths: Reals, regrets: Reals) -> NDArray[np.int64]:
+        """Row at which the best path of every tree ends.
+
+        Args:
+            may_keep: [R], whether the node may be kept provided that everything above it is; true for roots.
+            depths: [R].
+            regrets: [R], spent on the path down to each node.
+
+        Returns:
+            int64 [B].
+        """
+        is_reached = self.path_sums((~may_keep)[None].astype(np.float64))[0] == 0
+        rows = np.flatnonzero(is_reached)
+        order = rows[np.lexsort((rows, regrets[rows], -depths[rows], self.owners[rows]))]
+        return order[np.searchsorted(self.owners[order], np.arange(len(self.roots)))]
+
+    def least_regret_children(self, rows: NDArray[np.int64], regrets: Reals) -> NDArray[np.int64]:
+        """Child of least regret of one row of every tree: int64 [B] -> [B], -1 for leaves."""
+        is_child = rows[self.owners] == self.parents
+        is_child[self.roots] = False
+        children = np.flatnonzero(is_child)
+        found = np.full(len(rows), -1, dtype=np.int64)
+        # Written from the worst to the best, so that the best one stays.
+        order = children[np.lexsort((children, regrets[children]))][::-1]
+        found[self.owners[order]] = order
+        return found
+
+    def path(self, end: int) -> list[int]:
+        """Rows from below the root down to `end`."""
+        rows = []
+        while self.parents[end] != end:
+            rows.append(end)
+            end = int(self.parents[end])
+        return rows[::-1]
