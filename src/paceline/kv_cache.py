@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from paceline.errors import IncompatibleModelError
-from paceline.kernels.cache import compact_rows
+from paceline.kernels.cache import compact_rows, copy_lane
 
 BLOCK_LEN = 128
 
@@ -280,4 +280,4 @@ class KVCache(Cache):  # type: ignore[misc]
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of slot `source` over slot `target`."""
         for buffer in self._buffers.values():
-            buffer[:, target, :, :length] = buffer[:, source, :, :length]
+            copy_lane(buffer[:, source, :, :length], buffer[:, target, :, :length])

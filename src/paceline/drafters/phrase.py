@@ -116,8 +116,9 @@ class PhraseDrafter:
             return
         index = upload(torch.tensor(rows), output.hidden.device)
         layers = [output.hidden, *(output.features[layer] for layer in self.required_features)]
-        # A copy: views would keep the states of the whole forward alive.
-        vectors = torch.stack([layer[index] for layer in layers], dim=1)
+        # A copy: views would keep the states of the whole forward alive. Written `layer[index]` it would wake
+        # torch's threads, which then spin on the cores that drafting is about to use.
+        vectors = torch.stack([layer.index_select(0, index) for layer in layers], dim=1)
         for (sequence, num_tokens), state in zip(kept, vectors, strict=True):
             self._states[sequence] = _State(state, num_tokens)
 

@@ -6,10 +6,12 @@ so many rows takes here. Taking the k most valuable nodes of all trees in a roun
 the length and the width of drafts, divides them among the sequences of a batch, and drafts less as the batch
 grows.
 
-Values are what the drafter believes. They are corrected by what was accepted, per depth. When plain steps are
-expected to be faster than the last drafted rounds even so, the drafter is not asked for a while; then it gets
-a few rounds to show that things have changed. (Not after a single poor round: a drafter that copies has
-nothing to offer most of the time, and much in between.)
+Values are what the drafter believes. They are corrected by what was accepted, per depth, and costs by what
+forwards took: another process, or a batch of other lengths than measured, slows all of them down alike,
+and drafting is weighed by its own time. When plain steps are expected to be faster than the last drafted
+rounds even so, the drafter is not asked for a while; then it gets a few rounds to show that things have
+changed. (Not after a single poor round: a drafter that copies has nothing to offer most of the time, and much
+in between.)
 
 Read `AdaptiveBudget.prune`.
 """
@@ -37,6 +39,8 @@ LEAST_ASKED = 4
 """Nodes that it is asked for at least."""
 ASKED_PER_KEPT = 3
 """Further ones, for each that a sequence kept lately."""
+FIRST_KEPT = 8
+"""What a sequence is taken to keep before anything was seen."""
 MAX_DEPTH = 32
 LENGTH_STEP = 64
 """Cached tokens after which costs are read off anew."""
@@ -48,6 +52,13 @@ PROBE_ROUNDS = 4
 """Drafted rounds by which it is judged whether drafting pays."""
 WINDOW_DECAY = 0.95
 """Of those rounds' weight, per further round."""
+LEAST_GAIN = 1.1
+"""Factor by which drafting has to be expected to be faster: estimates err, and sequences of a batch that are
+drafted for end at different times, after which forwards are shared by fewer."""
+COST_WEIGHT = 0.1
+"""Of the newest round in what drafting takes and in how far forwards are from their measured cost."""
+COST_RANGE = 4.0
+"""Factor up to which a single round is believed to be slower or faster than measured."""
 FIRST_PAUSE, LONGEST_PAUSE = 8, 256
 """Plain rounds between two probes, doubled while drafting does not pay."""
 
@@ -121,12 +132,13 @@ class AdaptiveBudget:
         self._pads = pads
         self._claimed = torch.full((MAX_DEPTH,), PRIOR, dtype=torch.float64)
         self._accepted = torch.full((MAX_DEPTH,), PRIOR, dtype=torch.float64)
-        self._draft_seconds = 0.0
+        self._draft_seconds = _Mean(0.0)
+        # Seconds of a forward over its measured cost.
+        self._slowness = _Mean(1.0)
         # The most nodes that a sequence kept lately: asking for many more would only be sorted out again.
-        self._most_kept = float(max_nodes)
+        self._most_kept = float(FIRST_KEPT)
         self._pause = 0
         self._next_pause = FIRST_PAUSE
-        self._num_timed = 0
         self._has_drafts = self._is_asked = False
         # Expected tokens and seconds of the newest drafted rounds, and those of the round in flight.
         self._window = _Window()
@@ -148,7 +160,8 @@ class AdaptiveBudget:
         num_sequences = len(trees)
         corrected = self._corrected(trees)
         self._has_drafts = any(tree.num_draft_tokens for tree in trees)
-        plain = float(self._seconds(num_sequences, cached_len)[num_sequences])
+        slowness = self._slowness.value
+        plain = slowness * float(self._seconds(num_sequences, cached_len)[num_sequences])
         self._plain_rate = num_sequences / plain
         self._expected, self._forward_seconds = float(num_sequences), plain
         if not self._has_drafts:
@@ -157,7 +170,8 @@ class AdaptiveBudget:
         step = num_sequences if self._pads else 1
         most_rows = num_sequences + step * (len(gains) - 1)
         seconds = self._seconds(most_rows, cached_len)[num_sequences : most_rows + 1 : step]
-        rates = (gains + num_sequences) / (seconds + self._draft_seconds)
+        seconds = slowness * seconds
+        rates = (gains + num_sequences) / (seconds + self._draft_seconds.value)
         best = int(rates.argmax())
         # Drafting is paid for by now; whether to draft next time is decided when the round is over.
         self._expected, self._forward_seconds = num_sequences + float(gains[best]), float(seconds[best])
@@ -168,15 +182,17 @@ class AdaptiveBudget:
 
     def observe(self, trees: Seq[DraftTree], results: Seq[VerifyResult], timing: RoundTiming) -> None:
         """Compare what the verified nodes were worth with what was accepted; note the drafting time."""
-        num_drafted = sum(tree.num_draft_tokens for tree in trees)
-        if self._has_drafts:
-            # A plain mean of the first rounds, then an exponential one.
-            self._num_timed += 1
-            weight = max(0.1, 1.0 / self._num_timed)
-            self._draft_seconds += weight * (timing.draft_seconds - self._draft_seconds)
-        if self._is_asked:
+        num_rows = sum(len(tree) for tree in trees)
+        # Rounds that read prompts as well say little about the others.
+        if self._is_asked and timing.num_rows == num_rows:
+            if self._has_drafts:
+                self._draft_seconds.add(timing.draft_seconds)
+            # On CUDA a forward is only started; waiting for it counts as verification.
+            seconds = timing.forward_seconds + timing.verify_seconds
+            expected = self._forward_seconds / self._slowness.value
+            self._slowness.add(min(max(seconds / expected, 1.0 / COST_RANGE), COST_RANGE))
             self._judge(timing.draft_seconds)
-        if not num_drafted:
+        if num_rows == len(trees):
             return
         self._claimed = PRIOR + DECAY * (self._claimed - PRIOR)
         self._accepted = PRIOR + DECAY * (self._accepted - PRIOR)
@@ -214,10 +230,10 @@ class AdaptiveBudget:
 
     def _judge(self, draft_seconds: float) -> None:
         """Pause drafting when plain steps are expected to be faster than the newest drafted rounds."""
-        self._window.add(self._expected, self._forward_seconds + draft_seconds)
+        self._window.add(self._forward_seconds + draft_seconds, self._expected / self._plain_rate)
         if self._window.num_rounds < PROBE_ROUNDS:
             return
-        if self._window.rate >= self._plain_rate:
+        if LEAST_GAIN * self._window.seconds <= self._window.plain_seconds:
             self._next_pause = FIRST_PAUSE
             return
         self._pause = self._next_pause
@@ -227,20 +243,28 @@ class AdaptiveBudget:
 
 @dataclass(slots=True)
 class _Window:
-    """Tokens and seconds of the newest rounds, older ones fading."""
+    """Seconds of the newest rounds and of plain ones for as many tokens, older ones fading."""
 
-    tokens: float = 0.0
     seconds: float = 0.0
+    plain_seconds: float = 0.0
     num_rounds: int = 0
 
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds
-
-    def add(self, tokens: float, seconds: float) -> None:
-        self.tokens = WINDOW_DECAY * self.tokens + tokens
+    def add(self, seconds: float, plain_seconds: float) -> None:
         self.seconds = WINDOW_DECAY * self.seconds + seconds
+        self.plain_seconds = WINDOW_DECAY * self.plain_seconds + plain_seconds
         self.num_rounds += 1
+
+
+@dataclass(slots=True)
+class _Mean:
+    """A plain mean of the first values, then an exponential one; `value` is a guess before the first."""
+
+    value: float
+    num_values: int = 0
+
+    def add(self, value: float) -> None:
+        self.num_values += 1
+        self.value += max(COST_WEIGHT, 1.0 / self.num_values) * (value - self.value)
 
 
 def _gains(trees: Seq[DraftTree]) -> Tensor:

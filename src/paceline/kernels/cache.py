@@ -6,11 +6,27 @@ import ctypes
 from array import array
 from collections.abc import Sequence as Seq
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.kernels.build import loaded_kernels
 from paceline.transfers import upload
+
+_WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def copy_lane(source: Tensor, target: Tensor) -> None:
+    """Copy one slot of a cache over another: [G, H, S, D] each, of one dtype, not overlapping.
+
+    On a CPU in numpy, with one thread: torch's would go on spinning while the next forward wants the cores.
+    """
+    if source.device.type != "cpu":
+        target.copy_(source)
+        return
+    # numpy knows no bf16, and bits are bits.
+    kind = _WHOLE_NUMBERS[source.element_size()]
+    np.copyto(target.view(kind).numpy(), source.view(kind).numpy())
 
 
 def compact_rows(lane: Tensor, start: int, path: Seq[int]) -> None:

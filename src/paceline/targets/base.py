@@ -62,11 +62,11 @@ class TargetOutput:
         if len(tree_rows) == 1:
             return self._compute_logits(self.hidden[tree_rows[0].start : tree_rows[0].stop])
         rows = upload(torch.cat([torch.arange(r.start, r.stop) for r in tree_rows]), self.hidden.device)
-        return self._compute_logits(self.hidden[rows])
+        return self._compute_logits(self.hidden.index_select(0, rows))
 
     def logits(self, rows: Tensor) -> Tensor:
         """[len(rows), V]: logits of the given rows, in the model's dtype."""
-        return self._compute_logits(self.hidden[rows])
+        return self._compute_logits(self.hidden.index_select(0, rows))
 
 
 class TargetModel(Protocol):

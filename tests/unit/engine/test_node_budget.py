@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from paceline.engine import forward_cost
 from paceline.engine.forward_cost import ForwardCost
 from paceline.engine.node_budget import (
+    COST_RANGE,
     LEAST_ASKED,
     MAX_NODES,
     AdaptiveBudget,
@@ -31,8 +32,19 @@ def chain(*values: float) -> DraftTree:
     return DraftTree.from_chain(1, list(range(10, 10 + len(values))), values)
 
 
-def timing(draft_seconds: float = 0.003) -> RoundTiming:
-    return RoundTiming(draft_seconds, 0.02, 0.001, 0.0, 1, 1)
+def finish(
+    budget: AdaptiveBudget,
+    trees: list[DraftTree],
+    result: VerifyResult,
+    draft_seconds: float = 0.003,
+    slowness: float = 1.0,
+    num_prompt_rows: int = 0,
+) -> None:
+    """End a round whose forward took `slowness` times what the table says."""
+    num_rows = sum(map(len, trees))
+    seconds = slowness * float(budget._cost.seconds(torch.tensor([num_rows]))[0])
+    timing = RoundTiming(draft_seconds, seconds, 0.0, 0.0, len(trees), num_rows + num_prompt_rows)
+    budget.observe(trees, [result] * len(trees), timing)
 
 
 def accept(num_accepted: int) -> VerifyResult:
@@ -105,16 +117,16 @@ def test_a_boasting_drafter_is_believed_less_and_less_and_then_paused():
     asked = wasted = 0
     for _ in range(1000):
         if budget.allot(1) == 0:
-            budget.observe([chain()], [accept(0)], timing(1e-6))
+            finish(budget, [chain()], accept(0), 1e-6)
             continue
         asked += 1
         trees = budget.prune([chain(0.99, 0.98, 0.97)], 100.0)
         wasted += trees[0].num_draft_tokens
-        budget.observe(trees, [accept(0)], timing())
+        finish(budget, trees, accept(0))
     # 3 ms of drafting and half a millisecond a node, against 20 s of plain steps: within 5 % of plain.
     assert asked * 0.003 + wasted * 0.0005 < 0.05 * 1000 * 0.020
     assert 3 < asked < 100
-    assert budget._draft_seconds == pytest.approx(0.003), "plain rounds say nothing of drafting"
+    assert budget._draft_seconds.value == pytest.approx(0.003), "plain rounds say nothing of drafting"
 
 
 def test_a_drafter_that_is_right_now_and_then_is_not_paused():
@@ -127,18 +139,18 @@ def test_a_drafter_that_is_right_now_and_then_is_not_paused():
         trees = budget.prune([copy], 100.0)
         kept = trees[0].num_draft_tokens
         drafted += kept > 0
-        budget.observe(trees, [accept(kept)], timing(0.0005))
+        finish(budget, trees, accept(kept), 0.0005)
     assert drafted == 100
 
 
 def test_as_many_nodes_are_asked_for_as_may_be_kept():
     """Few where few are kept; and when long drafts pay again, two rounds later as many as ever."""
     budget = AdaptiveBudget(LINEAR)
-    assert budget.allot(1) == budget.max_nodes
+    assert LEAST_ASKED < budget.allot(1) < budget.max_nodes
 
     def round_of(tree: DraftTree) -> int:
         trees = budget.prune([tree], 100.0)
-        budget.observe(trees, [accept(trees[0].num_draft_tokens)], timing(1e-6))
+        finish(budget, trees, accept(trees[0].num_draft_tokens), 1e-6)
         return budget.allot(1)
 
     for _ in range(100):
@@ -159,12 +171,55 @@ def test_a_drafter_that_becomes_good_is_found_again():
             trees = budget.prune([chain(0.9, 0.8, 0.7)], 100.0) if nodes else [chain()]
             drafted += nodes > 0
             kept = min(num_accepted, trees[0].num_draft_tokens)
-            budget.observe(trees, [accept(kept)], timing(0.003 if nodes else 1e-6))
+            finish(budget, trees, accept(kept), 0.003 if nodes else 1e-6)
         return drafted
 
     run(600, 0)
     run(1500, 3)
     assert run(100, 3) == 100
+
+
+def test_slow_forwards_make_the_same_drafting_time_worth_less():
+    """Five milliseconds of drafting are too much for a forward of 20, and little for one of 60."""
+
+    def num_drafted(slowness: float) -> int:
+        budget, count = AdaptiveBudget(LINEAR), 0
+        for _ in range(200):
+            nodes = budget.allot(1)
+            trees = budget.prune([chain(0.25)], 100.0) if nodes else [chain()]
+            count += nodes > 0
+            right = accept(trees[0].num_draft_tokens) if count % 4 == 0 else accept(0)
+            finish(budget, trees, right, 0.005 if nodes else 1e-6, slowness)
+        return count
+
+    assert num_drafted(1.0) < 60
+    assert num_drafted(3.0) > 180
+
+
+def test_a_single_slow_round_is_believed_up_to_a_limit():
+    budget = AdaptiveBudget(LINEAR)
+    for slowness in (1.0, 1e6):
+        budget.allot(1)
+        finish(budget, budget.prune([chain(0.9)], 100.0), accept(1), slowness=slowness)
+    assert budget._slowness.value == pytest.approx((1.0 + COST_RANGE) / 2)
+
+
+def test_rounds_that_read_prompts_are_not_judged():
+    budget = AdaptiveBudget(LINEAR)
+    for _ in range(50):
+        assert budget.allot(1) > 0
+        finish(budget, budget.prune([chain(0.1)], 100.0), accept(0), 1.0, 9.0, num_prompt_rows=100)
+    assert (budget._draft_seconds.num_values, budget._slowness.num_values) == (0, 0)
+
+
+def test_batches_of_changing_size_are_judged_by_the_time_that_they_save():
+    """Sequences end one by one: each round is held against plain steps of its own size."""
+    budget = AdaptiveBudget(LINEAR)
+    for num_sequences in (8, 8, 8, 2, 2, 1, 1, 1):
+        assert budget.allot(num_sequences) > 0
+        trees = budget.prune([chain(0.9, 0.8)] * num_sequences, 100.0)
+        finish(budget, trees, accept(trees[0].num_draft_tokens), 0.001)
+    assert budget._pause == 0
 
 
 def test_a_modest_drafter_is_believed_more():
@@ -174,7 +229,7 @@ def test_a_modest_drafter_is_believed_more():
     tree = chain(0.2)
     assert budget.prune([tree], 100.0)[0].num_draft_tokens == 0
     for _ in range(60):
-        budget.observe([tree], [accept(1)], timing(1e-6))
+        finish(budget, [tree], accept(1), 1e-6)
     budget._pause = 0
     assert budget.prune([tree], 100.0)[0].num_draft_tokens == 1
 
@@ -185,7 +240,7 @@ def test_corrected_trees_stay_trees():
     tree = DraftTree.from_paths(1, [[10, 11, 12], [10, 20], [30]], [0.5, 0.3, 0.2])
     deep = VerifyResult((1, 3), (10, 11), 9)
     for _ in range(50):
-        budget.observe([tree], [deep], timing())
+        finish(budget, [tree], deep)
     [corrected] = budget._corrected([tree])
     above = corrected.node_values[corrected.parents[1:]]
     assert bool((corrected.node_values[1:] <= above + 1e-6).all())
