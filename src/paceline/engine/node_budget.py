@@ -7,17 +7,18 @@ the length and the width of drafts, divides them among the sequences of a batch,
 grows.
 
 Values are what the drafter believes. They are corrected by what was accepted, per depth, and costs by what
-forwards took: another process, or a batch of other lengths than measured, slows all of them down alike,
-and drafting is weighed by its own time. When plain steps are expected to be faster than the last drafted
-rounds even so, the drafter is not asked for a while; then it gets a few rounds to show that things have
-changed. (Not after a single poor round: a drafter that copies has nothing to offer most of the time, and much
-in between.)
+forwards took: another process, or a batch of other lengths than measured, slows all of them down alike, and
+drafting is weighed by its own time. Unless the last drafted rounds are expected to be faster than plain steps
+by a margin even so (`LEAST_GAIN`), the drafter is not asked for a while; then it gets a few rounds to show
+that things have changed. (Not after a single poor round: a drafter that copies has nothing to offer most of
+the time, and much in between.)
 
 Read `AdaptiveBudget.prune`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -52,9 +53,9 @@ PROBE_ROUNDS = 4
 """Drafted rounds by which it is judged whether drafting pays."""
 WINDOW_DECAY = 0.95
 """Of those rounds' weight, per further round."""
-LEAST_GAIN = 1.1
-"""Factor by which drafting has to be expected to be faster: estimates err, and sequences of a batch that are
-drafted for end at different times, after which forwards are shared by fewer."""
+LEAST_GAIN = 0.05
+"""By how much drafting has to be expected to be faster, for one sequence and again for every doubling of their
+number: estimates err, and sequences that are drafted for end at different times, the last ones alone."""
 COST_WEIGHT = 0.1
 """Of the newest round in what drafting takes and in how far forwards are from their measured cost."""
 COST_RANGE = 4.0
@@ -147,7 +148,7 @@ class AdaptiveBudget:
         self._table_len = -1
 
     def allot(self, num_sequences: int) -> int:  # noqa: ARG002
-        """All nodes, or none while drafting pauses."""
+        """A few more nodes than were worth verifying lately, or none while drafting pauses."""
         self._has_drafts = False
         self._is_asked = self._pause == 0
         if self._pause > 0:
@@ -191,7 +192,7 @@ class AdaptiveBudget:
             seconds = timing.forward_seconds + timing.verify_seconds
             expected = self._forward_seconds / self._slowness.value
             self._slowness.add(min(max(seconds / expected, 1.0 / COST_RANGE), COST_RANGE))
-            self._judge(timing.draft_seconds)
+            self._judge(len(trees), timing.draft_seconds)
         if num_rows == len(trees):
             return
         self._claimed = PRIOR + DECAY * (self._claimed - PRIOR)
@@ -228,12 +229,13 @@ class AdaptiveBudget:
             for tree, part in zip(trees, parts, strict=True)
         ]
 
-    def _judge(self, draft_seconds: float) -> None:
-        """Pause drafting when plain steps are expected to be faster than the newest drafted rounds."""
+    def _judge(self, num_sequences: int, draft_seconds: float) -> None:
+        """Pause drafting unless the newest drafted rounds are expected to beat plain steps by a margin."""
         self._window.add(self._forward_seconds + draft_seconds, self._expected / self._plain_rate)
         if self._window.num_rounds < PROBE_ROUNDS:
             return
-        if LEAST_GAIN * self._window.seconds <= self._window.plain_seconds:
+        least = 1.0 + LEAST_GAIN * math.log2(2 * num_sequences)
+        if least * self._window.seconds <= self._window.plain_seconds:
             self._next_pause = FIRST_PAUSE
             return
         self._pause = self._next_pause

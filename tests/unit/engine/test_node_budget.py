@@ -213,13 +213,40 @@ def test_rounds_that_read_prompts_are_not_judged():
 
 
 def test_batches_of_changing_size_are_judged_by_the_time_that_they_save():
-    """Sequences end one by one: each round is held against plain steps of its own size."""
+    """Each round is held against plain steps of its own size: small batches emit less, drafted or not."""
     budget = AdaptiveBudget(LINEAR)
-    for num_sequences in (8, 8, 8, 2, 2, 1, 1, 1):
+    for num_sequences in (1, 1, 1, 2, 2, 8, 8, 8):
         assert budget.allot(num_sequences) > 0
         trees = budget.prune([chain(0.9, 0.8)] * num_sequences, 100.0)
         finish(budget, trees, accept(trees[0].num_draft_tokens), 0.001)
     assert budget._pause == 0
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "gain", "is_paused"),
+    [(1, 0.98, True), (1, 1.03, True), (1, 1.08, False), (16, 1.08, True), (16, 1.2, True), (16, 1.3, False)],
+)
+def test_drafting_has_to_gain_more_than_it_may_be_wrong_by(num_sequences, gain, is_paused):
+    """One free node that is accepted for sure: two tokens for the price of one; drafting takes the rest."""
+    free = ForwardCost((1, 2, 64), (0.02, 0.02, 0.02))
+    budget = AdaptiveBudget(free)
+    draft_seconds = 2 * 0.02 / gain - 0.02
+    for _ in range(8):
+        if budget.allot(num_sequences) == 0:
+            break
+        trees = budget.prune([chain(1.0)] * num_sequences, 100.0)
+        timing = RoundTiming(draft_seconds, 0.02, 0.0, 0.0, num_sequences, sum(map(len, trees)))
+        budget.observe(trees, [accept(1)] * num_sequences, timing)
+    assert (budget._pause > 0) == is_paused
+
+
+def test_time_in_the_verifier_counts_as_time_of_the_forward():
+    """On CUDA that is where a forward is waited for."""
+    budget = AdaptiveBudget(LINEAR)
+    budget.allot(1)
+    trees = budget.prune([chain()], 100.0)
+    budget.observe(trees, [accept(0)], RoundTiming(0.001, 0.002, 0.038, 0.0, 1, 1))
+    assert budget._slowness.value == pytest.approx(2.0)
 
 
 def test_a_modest_drafter_is_believed_more():
