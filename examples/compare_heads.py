@@ -57,6 +57,12 @@ def evaluate(
 ) -> HeadEvaluation:
     """Draft at every row of the answers."""
     head, vocabulary = loaded.head, loaded.vocabulary
+    num_recorded = samples.shards[0].shape[1] - 1
+    if num_recorded != len(head.config.feature_layers) and head.config.feature_layers:
+        raise SystemExit(
+            f"the answers hold {num_recorded} layers, the head reads {list(head.config.feature_layers)}: "
+            "give the answers that it was trained on"
+        )
     trees = PhraseTrees(head, vocabulary.trie, vocabulary.token_ids, lambda ids: embedding[ids])
 
     def trees_of(rows: torch.Tensor, width: int) -> list[DraftTree]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         UnsupportedFeatureError,
     )
     from paceline.integrations.transformers import custom_generate
+    from paceline.relaxation import Relaxation
     from paceline.sampling import SamplingParameters
     from paceline.sequence import TokenLogProb
     from paceline.tree import DraftTree
@@ -40,6 +41,7 @@ _HOMES = {
     "IncompatibleModelError": "paceline.errors",
     "MissingDependencyError": "paceline.errors",
     "PacelineError": "paceline.errors",
+    "Relaxation": "paceline.relaxation",
     "RequestError": "paceline.errors",
     "SamplingParameters": "paceline.sampling",
     "ShapeError": "paceline.errors",
@@ -60,6 +62,7 @@ __all__ = [
     "IncompatibleModelError",
     "MissingDependencyError",
     "PacelineError",
+    "Relaxation",
     "RequestError",
     "SamplingParameters",
     "ShapeError",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 
 from paceline.config import check_known, nearest_name
 from paceline.errors import ConfigError, RequestError
@@ -21,9 +22,10 @@ class Relaxation:
     """Limits of the verifiers `budgeted`, `typical` and `margin`; strict verifiers ignore all of it.
 
     Attributes:
-        risk_budget: regret that a whole request may spend, in logits; 0 is strict decoding.
+        risk_budget: regret that a whole request may spend, in logits; 0 is strict decoding unless every token
+            adds to it.
         risk_budget_per_token: what is added to that with every emitted token, so that long answers go on
-            profiting.
+            profiting; finite.
         max_regret_per_value: most regret of one token per unit of suffix value; 0 is strict decoding.
         max_relaxed_tokens_per_block: most relaxed tokens a round; 0 is strict decoding.
         value_horizon: D; a drafted token at depth d (1 behind the root) has suffix value D - d + 1, whatever
@@ -53,6 +55,8 @@ class Relaxation:
                     raise RequestError(f"{field.name} is {value!r}: it must be true or false")
             elif isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
                 raise RequestError(f"{field.name} is {value!r}: it must be a number of at least 0")
+        if self.risk_budget_per_token == float("inf"):
+            raise RequestError("risk_budget_per_token is inf: it must be finite, risk_budget may be infinite")
         if not isinstance(self.value_horizon, int) or self.value_horizon < 1:
             raise RequestError(
                 f"value_horizon is {self.value_horizon!r}: it must be a whole number of at least 1"
@@ -64,10 +68,16 @@ class Relaxation:
             )
 
     @property
+    def has_budget(self) -> bool:
+        """Whether any regret may be spent at all."""
+        return self.risk_budget > 0 or self.risk_budget_per_token > 0
+
+    @property
     def is_strict(self) -> bool:
         """Whether the budgeted verifier keeps nothing but the argmax, equal logits included."""
-        has_budget = self.risk_budget > 0 or self.risk_budget_per_token > 0
-        return not (has_budget and self.max_regret_per_value > 0 and self.max_relaxed_tokens_per_block > 0)
+        return not (
+            self.has_budget and self.max_regret_per_value > 0 and self.max_relaxed_tokens_per_block > 0
+        )
 
     def allowance(self, num_output_tokens: int) -> float:
         """Regret that a request may have spent once it has so many output tokens."""
@@ -90,17 +100,20 @@ class Relaxation:
 
 DEFAULT_RELAXATION = Relaxation()
 
-PRESETS: Mapping[str, Relaxation] = {
-    "stable": DEFAULT_RELAXATION,
-    "discovery": Relaxation(risk_budget=12.0, max_regret_per_value=0.5),
-    # With normalised values the published pair is one number twice: the 25th percentile of regret over value
-    # at the first rejection, measured for another target. `paceline calibrate` finds it for one's own.
-    "normalised": Relaxation(
-        risk_budget=2.0625,
-        max_regret_per_value=2.0625,
-        max_relaxed_tokens_per_block=1,
-        value_horizon=5,
-        is_value_normalised=True,
-    ),
-}
+PRESETS: Mapping[str, Relaxation] = MappingProxyType(
+    {
+        "stable": DEFAULT_RELAXATION,
+        "discovery": Relaxation(risk_budget=12.0, max_regret_per_value=0.5),
+        # With normalised values the published pair is one number twice: the 25th percentile of regret over
+        # value at the first rejection, measured for another target. `paceline calibrate` finds it for one's
+        # own. (That variant also refuses equal logits once its budget is spent to the last bit.)
+        "normalised": Relaxation(
+            risk_budget=2.0625,
+            max_regret_per_value=2.0625,
+            max_relaxed_tokens_per_block=1,
+            value_horizon=5,
+            is_value_normalised=True,
+        ),
+    }
+)
 """Published profiles of the budgeted verifier."""

@@ -78,6 +78,7 @@ class SamplingParameters:
         """Field, whether its value is fine, and the range in words."""
         # Callers without a type checker pass a text or a number where a sequence is meant.
         bad_words: tuple[object, ...] = self.bad_words
+        relaxation: object = self.relaxation
         return [
             (
                 "max_new_tokens",
@@ -103,6 +104,7 @@ class SamplingParameters:
                 all(isinstance(text, str) and text for text in self.stop),
                 "a list of non-empty strings",
             ),
+            ("relaxation", isinstance(relaxation, Relaxation), "a Relaxation"),
             (
                 "bad_words",
                 all(not isinstance(ids, str | int) and ids for ids in bad_words),

@@ -17,8 +17,8 @@ from paceline.sampling import SamplingParameters
 from paceline.tree import DraftTree
 
 FinishReason = Literal["stop", "length"]
-Refused = Literal["leaf", "gate", "budget", "cap", "end_of_text", "threshold"]
-"""Why a path ends where it does: nothing was drafted behind it, or what refused the best node that was."""
+Refused = Literal["leaf", "gate", "budget", "cap", "banned", "end_of_text", "threshold"]
+"""Why a path ends where it does: nothing is drafted behind it (`leaf`), or what refused the best node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class VerifyResult:
             path);
             None once `Sequence.accept` has trimmed it away.
         relaxed: accepted tokens that are not the target's choice, in order; lossy verifiers only.
-        refusal: why the path ends; lossy verifiers only.
+        refusal: why the path ends; lossy verifiers only, and not where a stop cut it short.
     """
 
     path: tuple[int, ...]
@@ -114,6 +114,7 @@ class VerifyResult:
             accepted_ids=self.accepted_ids[:num_tokens],
             next_token_id=None,
             relaxed=tuple(token for token in self.relaxed if token.place < num_tokens),
+            refusal=None,
         )
 
 

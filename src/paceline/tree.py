@@ -144,8 +144,20 @@ class DraftTree:
         if max_nodes >= self.num_draft_tokens:
             return self
         order = np.argsort(-self.node_values.numpy()[1:], kind="stable")[: max(max_nodes, 0)] + 1
-        kept = np.concatenate([np.zeros(1, dtype=np.int64), np.sort(order)])
+        kept = np.concatenate([_ROOT, np.sort(order)])
         return self._select(kept)
+
+    def selected(self, nodes: NDArray[np.int64], node_values: NDArray[np.float32]) -> DraftTree:
+        """The sub-tree of some drafted nodes, with other values.
+
+        Args:
+            nodes: int64 [n], ascending, the root left out, closed under parents.
+            node_values: float32 [N + 1], of all nodes.
+        """
+        if len(nodes) == self.num_draft_tokens:
+            return self.with_values(torch.from_numpy(node_values))
+        kept = np.concatenate([_ROOT, nodes])
+        return self._select(kept, node_values)
 
     def without_tokens_from(self, vocab_size: int) -> DraftTree:
         """Drop nodes whose token id is not in [0, vocab_size), and everything below them."""
@@ -163,7 +175,7 @@ class DraftTree:
             return self
         return self._select((self.depths <= max(max_depth, 0)).nonzero(as_tuple=True)[0].numpy())
 
-    def _select(self, kept: NDArray[np.int64]) -> DraftTree:
+    def _select(self, kept: NDArray[np.int64], node_values: NDArray[np.float32] | None = None) -> DraftTree:
         """The sub-tree of the nodes `kept` (ascending, root first, closed under parents).
 
         In numpy, whose operations on a few dozen numbers take a fraction of torch's: every tree of every
@@ -175,7 +187,7 @@ class DraftTree:
         return DraftTree(
             torch.from_numpy(self.token_ids.numpy()[kept]),
             torch.from_numpy(new_index[self.parents.numpy()[kept]]),
-            torch.from_numpy(self.node_values.numpy()[kept]),
+            torch.from_numpy((self.node_values.numpy() if node_values is None else node_values)[kept]),
         )
 
     @classmethod
@@ -300,6 +312,7 @@ class DraftTree:
 
 
 _SHAPES = ("depths", "ancestors", "path_table")
+_ROOT = np.zeros(1, dtype=np.int64)
 
 
 def check_tree(tree: DraftTree) -> None:

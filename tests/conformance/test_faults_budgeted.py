@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from conftest import PROMPTS
 from paceline.engine.generator import Generator
@@ -81,3 +82,56 @@ def test_a_request_spends_no_more_than_its_budget_and_accepts_no_less(
     assert result.statistics.regret_spent == pytest.approx(spent[-1])
     assert result.statistics.num_relaxed_tokens == len([place for place in places if place < NUM_NEW])
     assert places or budget < 1
+
+
+@pytest.mark.parametrize("decoys", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_origins_are_true_under_penalties_and_an_end_of_text(
+    target_of, generator_with, oracle_of, penalty, decoys
+):
+    """Row 39: spend and positions are reported; regret is of processed logits; ends are never relaxed."""
+    written = oracle_of("llama", tuple(PROMPTS[2]), NUM_NEW)
+    asked = replace(
+        GREEDY,
+        eos_token_ids=(written[25],),
+        repetition_penalty=penalty,
+        relaxation=Relaxation(risk_budget=20.0, max_regret_per_value=1e6),
+    )
+    generator = generator_with("budgeted", 2, decoys)
+    events = list(generator.stream(PROMPTS[2], asked))
+    ids = [token_id for event in events for token_id in event.token_ids]
+    origins = [origin for event in events for origin in event.origins]
+    spent = 0.0
+    for place, (token_id, origin) in enumerate(zip(ids, origins, strict=True)):
+        history = [*PROMPTS[2], *ids[:place]]
+        with torch.no_grad():
+            row = target_of("llama").model(input_ids=torch.tensor([history])).logits[0, -1]
+        seen = torch.tensor(sorted(set(history)))
+        row[seen] = torch.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
+        best = int(row.argmax())
+        assert (origin == "relaxed") == (token_id != best)
+        if origin == "relaxed":
+            assert not {token_id, best} & set(asked.eos_token_ids)
+            spent += float(row[best] - row[token_id])
+    assert "relaxed" in origins
+    assert events[-1].result.statistics.regret_spent == pytest.approx(spent, rel=1e-3)
+
+
+def test_verifiers_of_all_kinds_share_one_batch(generator_with):
+    """Row 39: a budget per request; each answer is what its request gets alone."""
+    generator = generator_with("budgeted", 2, True)
+    limits = [Relaxation(risk_budget=0.0), Relaxation(max_regret_per_value=1e6), Relaxation(risk_budget=1.0)]
+    asked = [replace(GREEDY, relaxation=own) for own in limits]
+    alone = [generator.generate(p, own).token_ids for p, own in zip(PROMPTS, asked, strict=True)]
+    together = generator.generate_batch(list(PROMPTS), asked)
+    assert [result.token_ids for result in together] == alone
+    mixed = []
+    for verifier, prompt, own in zip(("greedy", "budgeted", "margin"), PROMPTS, asked, strict=True):
+        generator.verifier = verifier
+        mixed.append(generator.open(list(prompt), own))
+    for _ in generator.run(mixed):
+        pass
+    generator.verifier = "margin"
+    assert tuple(mixed[0].sequence.output_ids) == alone[0]
+    assert tuple(mixed[1].sequence.output_ids) == alone[1]
+    assert tuple(mixed[2].sequence.output_ids) == generator.generate(PROMPTS[2], asked[2]).token_ids

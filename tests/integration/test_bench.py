@@ -264,3 +264,65 @@ def test_the_check_needs_its_reference(generator):
     options = BenchmarkOptions(suites=("check",), limit=1, drafters=("none",), baselines=())
     with pytest.raises(ConfigError, match="hf_generate"):
         run_check(options, generator, target="tiny")
+
+
+LOSSY = BenchmarkOptions(
+    suites=("builtin",),
+    limit=3,
+    max_new_tokens=12,
+    drafters=("none", "prompt_lookup"),
+    verifiers=("greedy", "budgeted:1000/1000/9", "margin:0"),
+    widths=(4,),
+)
+
+
+def test_lossy_verifiers_are_timed_on_fixed_work_and_judged_on_natural_ends(generator, tmp_path):
+    """Strict first and last, everything twice; a margin of nothing is strict decoding."""
+    report = run_benchmark(LOSSY, generator, target="tiny", out=tmp_path / "out")
+    stored = [json.loads(line) for line in (tmp_path / "out" / RECORDS_FILE).read_text().split("\n")[1:-1]]
+    assert {record["key"]["work"] for record in stored} == {"natural", "fixed"}
+    for work in ("natural", "fixed"):
+        order = [r["key"]["arm"] for r in stored if r["key"]["group"] == 0 and r["key"]["work"] == work]
+        own = [arm for arm in order if arm.startswith("prompt_lookup")]
+        assert own[0] == "prompt_lookup/greedy/4"
+        assert own[-1] == "prompt_lookup/greedy/4#2"
+        assert ("hf_generate/greedy" in order) == (work == "natural")
+    fixed = [turn for r in stored if r["key"]["work"] == "fixed" for turn in r["turns"]]
+    assert {len(turn["token_ids"]) for turn in fixed} == {12}
+    assert all(
+        turn["log_prob"] < 0
+        for r in stored
+        if "lookup" in r["key"]["arm"]
+        for turn in r["turns"]
+        if r["key"]["work"] == "natural"
+    )
+    rows = {(row.verifier, row.is_repeat): row for row in report.lossy}
+    assert list(rows) == [
+        ("greedy", False), ("budgeted:1000/1000/9", False), ("margin:0", False), ("greedy", True)
+    ]  # fmt: skip
+    off, free = rows["margin:0", False], rows["budgeted:1000/1000/9", False]
+    assert (off.differing, off.relaxed_per_token.value, off.log_prob_change.value) == (0.0, 0.0, 0.0)
+    assert free.relaxed_per_token.value > 0
+    assert free.accepted_per_round.value > off.accepted_per_round.value
+    assert free.log_prob_change.value < 0
+    assert free.regret_per_token.value > 0
+    assert sum(free.refusals.values()) == pytest.approx(1.0)
+    # Only strict answers have to be those of generate(); what computes log-probabilities is not timed.
+    assert report.differences == []
+    assert {row.tokens_per_second for row in report.rows} == {None}
+    assert "## Quality on natural ends" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_an_interrupted_lossy_run_goes_on(generator, tmp_path):
+    first = run_benchmark(LOSSY, generator, target="tiny", out=tmp_path / "out")
+    path = tmp_path / "out" / RECORDS_FILE
+    lines = path.read_text().split("\n")[:-1]
+    path.write_text("\n".join(lines[:-5]) + "\n")
+    again = run_benchmark(LOSSY, generator, target="tiny", out=tmp_path / "out")
+    assert [row.log_prob for row in again.lossy] == [row.log_prob for row in first.lossy]
+    assert len(path.read_text().split("\n")) == len(lines) + 1
+
+
+def test_lossy_verifiers_need_the_strict_one_beside_them():
+    with pytest.raises(ConfigError, match="compared with 'greedy'"):
+        BenchmarkOptions(verifiers=("budgeted",))

@@ -235,6 +235,20 @@ def test_bench_refuses_what_it_cannot_measure(run, tmp_path, words, told):
     assert told in err
 
 
+def test_calibrate_prints_limits_and_writes_what_it_found(run, tmp_path):
+    data = tmp_path / "own.jsonl"
+    data.write_text('{"prompt": "one two one two one two"}\n{"prompt": "a b a b a b"}\n')
+    words = ["--drafter", "prompt_lookup", "--data", str(data), "--out", str(tmp_path / "out")]
+    code, out, err = run("calibrate", *words, "--max-new-tokens", "24", "--num-speculative-tokens", "4")
+    assert code == 0
+    assert "percentile 25: --max-regret-per-value" in out
+    assert "loss 0.02 a token" in out
+    assert "calibration.json" in err
+    stored = json.loads((tmp_path / "out" / "calibration.json").read_text())
+    assert stored["num_answers"] == 2
+    assert stored["settings"]["drafter"] == "prompt_lookup"
+
+
 @pytest.fixture
 def single_turns(tmp_path):
     """A suite whose prompts and answers fit the tiny model's context."""

@@ -19,7 +19,8 @@ def test_presets_have_the_published_values():
     assert (discovery.risk_budget, discovery.max_regret_per_value) == (12, 0.5)
     normalised = Relaxation.preset("normalised")
     assert normalised.is_value_normalised
-    assert normalised.max_relaxed_tokens_per_block == 1
+    assert (normalised.risk_budget, normalised.max_regret_per_value) == (2.0625, 2.0625)
+    assert (normalised.max_relaxed_tokens_per_block, normalised.value_horizon) == (1, 5)
     assert stable == Relaxation()
 
 
@@ -42,6 +43,7 @@ def test_an_unknown_preset_or_limit_names_the_nearest():
         ({"value_horizon": 2.5}, "value_horizon is 2.5"),
         ({"is_value_normalised": 1}, "is_value_normalised is 1"),
         ({"typical_delta": True}, "typical_delta is True"),
+        ({"risk_budget_per_token": float("inf")}, "risk_budget_per_token is inf"),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(changes, named):

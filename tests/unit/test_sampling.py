@@ -77,3 +77,9 @@ def test_one_stop_string_is_one_stop_string():
 
 def test_a_token_may_be_banned_by_its_bias():
     assert SamplingParameters(logit_bias={42: float("-inf")}).logit_bias[42] == float("-inf")
+
+
+@pytest.mark.parametrize("relaxation", ["stable", {"risk_budget": 0}, None])
+def test_limits_of_lossy_verifiers_have_to_be_a_relaxation(relaxation):
+    with pytest.raises(RequestError, match=r"relaxation is .*a Relaxation"):
+        SamplingParameters(relaxation=relaxation)

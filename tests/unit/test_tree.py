@@ -204,3 +204,16 @@ def test_num_matched_is_the_longest_prefix_in_the_tree(tree, ids):
     known = set(texts(tree))
     wanted = next((n for n in range(len(ids)) if tuple(ids[: n + 1]) not in known), len(ids))
     assert tree.num_matched(ids) == wanted
+
+
+def test_other_values_leave_the_shape_and_the_source_alone():
+    tree = DraftTree.from_paths(1, [[10, 11], [20]], [0.5, 0.4])
+    depths, ancestors = tree.depths, tree.ancestors
+    values = torch.tensor([1.0, 0.2, 0.1, 0.9])
+    other = tree.with_values(values)
+    assert other.depths is depths
+    assert other.ancestors is ancestors
+    assert torch.equal(other.node_values, values)
+    assert torch.equal(tree.node_values, torch.tensor([1.0, 0.5, 0.5, 0.4]))
+    assert other.take(1).token_ids.tolist() == [1, 20]
+    assert other.take(1).depths.tolist() == [0, 1]

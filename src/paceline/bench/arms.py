@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from paceline.bench.verifier_specs import VerifierSpec
 from paceline.engine.generator import Generator
 from paceline.engine.node_budget import budget_of
 from paceline.engine.stats import GenerationStatistics
 from paceline.errors import UnsupportedFeatureError
-from paceline.registry import drafter_class, verifier_class
+from paceline.registry import drafter_class
 from paceline.sampling import SamplingParameters
+
+STRICT = "greedy"
+"""Verifier that lossy ones are compared with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,22 +30,25 @@ class ArmName:
 
     Attributes:
         drafter: registered name, or a baseline's.
-        verifier: registered name.
+        verifier: as it was asked for; see `verifier_specs`.
         num_speculative_tokens: most drafted nodes a round or `auto`; None where nothing is drafted by this
             engine.
         head: folder of the head, when one was named.
+        repeat: 2 for the strict arm that is measured once more behind the lossy ones.
     """
 
     drafter: str
     verifier: str = "greedy"
     num_speculative_tokens: int | str | None = None
     head: str | None = None
+    repeat: int = 1
 
     def __str__(self) -> str:
         """Unique within a run, and readable."""
         width = "" if self.num_speculative_tokens is None else f"/{self.num_speculative_tokens}"
         head = "" if self.head is None else f":{self.head}"
-        return f"{self.drafter}{head}/{self.verifier}{width}"
+        again = "" if self.repeat == 1 else f"#{self.repeat}"
+        return f"{self.drafter}{head}/{self.verifier}{width}{again}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +59,15 @@ class ArmAnswer:
         token_ids: emitted ids, the end-of-sequence id included.
         text: their text, for the history of a second turn.
         statistics: of the engine; None for baselines, which have no rounds.
+        log_prob: of all its tokens under the target; None where it was not asked for.
+        is_cut: ended by its length and not by itself; None for baselines, which do not say.
     """
 
     token_ids: tuple[int, ...]
     text: str
     statistics: GenerationStatistics | None = None
+    log_prob: float | None = None
+    is_cut: bool | None = None
 
 
 class Arm(Protocol):
@@ -76,25 +87,46 @@ class EngineArm:
     Args:
         name: for the report.
         generator: on the shared target.
-        temperature: of a sampling verifier; greedy ones ignore it.
-        seed: of a sampling verifier.
+        parameters: of the requests, but for their length; plain greedy decoding without.
+        is_scored: whether answers come with their log-probability under the target, which takes time.
     """
 
     def __init__(
-        self, name: ArmName, generator: Generator, *, temperature: float = 1.0, seed: int = 0
+        self,
+        name: ArmName,
+        generator: Generator,
+        parameters: SamplingParameters | None = None,
+        *,
+        is_scored: bool = False,
     ) -> None:
         self.name = name
         self.generator = generator
-        self.temperature = 0.0 if name.verifier == "greedy" else temperature
-        self.seed = seed
+        self.parameters = parameters or SamplingParameters()
+        self.is_scored = is_scored
 
     def answer(self, prompts: Seq[Seq[int]], max_new_tokens: int) -> list[ArmAnswer]:
         """Answer prompts of token ids as one batch."""
-        parameters = SamplingParameters(
-            max_new_tokens=max_new_tokens, temperature=self.temperature, seed=self.seed
+        return self._answer(
+            prompts,
+            replace(self.parameters, max_new_tokens=max_new_tokens, logprobs=0 if self.is_scored else None),
         )
+
+    def answer_fixed(self, prompts: Seq[Seq[int]], num_tokens: int) -> list[ArmAnswer]:
+        """The same work for all arms: exactly so many tokens, whatever they are."""
+        return self._answer(prompts, replace(self.parameters, max_new_tokens=num_tokens, ignore_eos=True))
+
+    def _answer(self, prompts: Seq[Seq[int]], parameters: SamplingParameters) -> list[ArmAnswer]:
         results = self.generator.generate_batch([list(ids) for ids in prompts], parameters)
-        return [ArmAnswer(result.token_ids, result.text, result.statistics) for result in results]
+        return [
+            ArmAnswer(
+                result.token_ids,
+                result.text,
+                result.statistics,
+                None if result.log_probs is None else sum(entry.log_prob for entry in result.log_probs),
+                result.finish_reason == "length",
+            )
+            for result in results
+        ]
 
 
 def engine_arms(
@@ -111,10 +143,13 @@ def engine_arms(
 ) -> list[Arm]:
     """An arm for every drafter, verifier and width, all on the generator's target.
 
+    Beside a lossy verifier the strict one is measured twice, first and last: how far the two are apart says
+    what a difference means. Drafter `none` is verified strictly only, since it leaves nothing to relax.
+
     Args:
         generator: whose target and tokenizer are shared.
         drafters: registered names; `phrase:FOLDER` names a head of its own.
-        verifiers: registered names.
+        verifiers: as `VerifierSpec.read` takes them.
         widths: values of `num_speculative_tokens`; drafter `none` has one arm whatever they are.
         head: folder of the head of trained drafters that do not name one.
         max_batch_size: largest batch that will be asked for.
@@ -123,6 +158,8 @@ def engine_arms(
         progress: told in one line what takes time.
     """
     arms: list[Arm] = []
+    specs = [VerifierSpec.read(verifier) for verifier in verifiers]
+    is_lossy = any(spec.is_lossy for spec in specs)
     for text in drafters:
         drafter, _, folder = text.partition(":")
         build = drafter_class(drafter)
@@ -131,21 +168,36 @@ def engine_arms(
             built = build.build(
                 generator.target, own_head, budget_of(width, generator.target, progress).max_nodes
             )
-            for verifier in verifiers:
-                verifier_class(verifier)
+            own: list[EngineArm] = []
+            for spec in specs:
+                if drafter == "none" and spec.is_lossy:
+                    continue
                 name = ArmName(
-                    drafter, verifier, width if drafter != "none" else None, str(own_head) if folder else None
+                    drafter,
+                    spec.text,
+                    width if drafter != "none" else None,
+                    str(own_head) if folder else None,
                 )
                 shared = Generator(
                     generator.target,
                     generator.tokenizer,
                     built,
                     eos_token_ids=tuple(generator.eos_token_ids),
-                    verifier=verifier,
+                    verifier=spec.name,
                     num_speculative_tokens=width,
                     max_batch_size=max_batch_size,
                 )
-                arms.append(EngineArm(name, shared, temperature=temperature, seed=seed))
+                parameters = SamplingParameters(
+                    temperature=temperature if spec.name == "sampling" else 0.0,
+                    seed=seed,
+                    relaxation=spec.relaxation,
+                )
+                own.append(EngineArm(name, shared, parameters, is_scored=is_lossy))
+            strict = next((arm for arm in own if arm.name.verifier == STRICT), None)
+            if strict is not None and is_lossy and drafter != "none":
+                again = replace(strict.name, repeat=2)
+                own.append(EngineArm(again, strict.generator, strict.parameters, is_scored=True))
+            arms += own
     _refuse_repeated(arms)
     return arms
 

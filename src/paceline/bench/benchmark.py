@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.arms import Arm, ArmName, engine_arms
+from paceline.bench.arms import STRICT, Arm, ArmName, engine_arms
 from paceline.bench.baselines import baseline_arms
+from paceline.bench.lossy_rows import lossy_rows
 from paceline.bench.metadata import machine, run_metadata
 from paceline.bench.near_ties import answered_sequences, find_differences, width_noise
 from paceline.bench.peers.base import PeerArm
 from paceline.bench.peers.registry import check_peers, peer_arms
-from paceline.bench.records import Journal
+from paceline.bench.records import FIXED, NATURAL, Journal
 from paceline.bench.report import BenchmarkReport
 from paceline.bench.roofline import roofline
-from paceline.bench.rows import result_rows
+from paceline.bench.rows import is_lossy, result_rows
 from paceline.bench.runner import BenchmarkRunner, Progress
 from paceline.bench.suites import Suite, load_suite
+from paceline.bench.tasks import Grader, build_graders
+from paceline.bench.verifier_specs import VerifierSpec
 from paceline.config import AUTO_WIDTH, dtype_name, read_width
 from paceline.engine.generator import Generator
 from paceline.errors import ConfigError
@@ -34,7 +38,8 @@ class BenchmarkOptions:
         limit: most prompts per suite.
         max_new_tokens: most tokens of an answer.
         drafters: registered names; `phrase:FOLDER` for a head of its own.
-        verifiers: registered names.
+        verifiers: as `VerifierSpec.read` takes them. With lossy ones among them everything is done twice:
+            answers that end by themselves, and a fixed number of tokens.
         baselines: keys of `baselines.BASELINES`; may be none.
         peers: of `peers.registry.PEERS`; may be none.
         widths: values of `num_speculative_tokens`.
@@ -42,6 +47,7 @@ class BenchmarkOptions:
         head: folder of the head.
         temperature: of sampling verifiers.
         seed: of sampling and of the intervals.
+        runs_code: whether programs that the model writes may be run, to see whether they pass their tests.
     """
 
     suites: tuple[str, ...] = ("builtin",)
@@ -57,6 +63,7 @@ class BenchmarkOptions:
     head: Path | None = None
     temperature: float = 1.0
     seed: int = 0
+    runs_code: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what could not be measured."""
@@ -80,6 +87,20 @@ class BenchmarkOptions:
                 f"max_new_tokens {self.max_new_tokens}, batch sizes {self.batch_sizes}: both start at 1"
             )
         check_peers(self.peers, max(self.batch_sizes))
+        if self.is_lossy and not any(VerifierSpec.read(text).name == STRICT for text in self.verifiers):
+            raise ConfigError(
+                f"verifiers {', '.join(self.verifiers)}: lossy ones are compared with {STRICT!r}, name it too"
+            )
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether a lossy verifier takes part."""
+        return any(VerifierSpec.read(text).is_lossy for text in self.verifiers)
+
+    @property
+    def works(self) -> tuple[str, ...]:
+        """What is done: see `records.RecordKey`."""
+        return (NATURAL, FIXED) if self.is_lossy else (NATURAL,)
 
     def load_suites(self) -> list[Suite]:
         """The prompts."""
@@ -103,8 +124,11 @@ class BenchmarkOptions:
         )
 
     def judged_arms(self, arms: list[Arm]) -> list[ArmName]:
-        """Names of the arms whose differences must be explained: a peer's arithmetic is its own."""
-        return [arm.name for arm in arms if arm.name.drafter not in self.peers]
+        """Names of the arms whose differences must be explained.
+
+        A peer's arithmetic is its own, and a lossy verifier differs on purpose.
+        """
+        return [arm.name for arm in arms if arm.name.drafter not in self.peers and not is_lossy(arm.name)]
 
     def settings(
         self, target: str, generator: Generator, suites: list[Suite], arms: list[Arm]
@@ -122,12 +146,13 @@ class BenchmarkOptions:
             "threads": described["threads"],
             "max_new_tokens": self.max_new_tokens,
             "seed": self.seed,
-            "temperature": self.temperature if any(name != "greedy" for name in self.verifiers) else 0.0,
+            "temperature": self.temperature if "sampling" in self.verifiers else 0.0,
             "batch_sizes": list(self.batch_sizes),
             "suites": {suite.name: suite.digest for suite in suites},
             "arms": [str(arm.name) for arm in arms],
             "head": None if self.head is None else str(self.head),
             # Absent without peers, so that runs started before there were any can go on.
+            **({"works": list(self.works)} if self.is_lossy else {}),
             **({"peers": {str(arm.name): dict(arm.description) for arm in peers}} if peers else {}),
         }
 
@@ -156,6 +181,13 @@ def run_benchmark(
         notice: told in one line what takes time before the first of them.
     """
     suites = options.load_suites()
+
+    def decode(token_ids: Seq[int]) -> str:
+        return str(generator.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    graders: dict[str, Grader] = {}
+    if options.is_lossy:
+        graders = build_graders(suites, options.data_folder, decode, runs_code=options.runs_code)
     arms = options.build_arms(generator, notice)
     settings = options.settings(target, generator, suites, arms)
     journal = Journal(out, settings)
@@ -166,17 +198,21 @@ def run_benchmark(
         journal,
         max_new_tokens=options.max_new_tokens,
         batch_sizes=options.batch_sizes,
+        works=options.works,
     )
     runner.run(on_progress)
     names = [arm.name for arm in arms]
     metadata = run_metadata(command, settings)
     metadata["prompt_ids"] = {suite.name: [prompt.prompt_id for prompt in suite.prompts] for suite in suites}
     records = list(journal)
+    lossy = lossy_rows(records, names, options.seed, graders)
     model = getattr(generator.target, "model", None)
     judged = options.judged_arms(arms)
-    differences = [] if model is None else find_differences(records, judged, model)
+    natural = [record for record in records if record.key.work == NATURAL]
+    differences = [] if model is None else find_differences(natural, judged, model)
     noise = width_noise(model, answered_sequences(records)) if differences else None
     floor = roofline(records, names, generator.target) if with_roofline else None
-    report = BenchmarkReport(metadata, result_rows(records, names, options.seed), differences, noise, floor)
+    rows = result_rows(records, names, options.seed)
+    report = BenchmarkReport(metadata, rows, differences, noise, floor, lossy)
     report.write(out)
     return report

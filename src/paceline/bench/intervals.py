@@ -55,6 +55,15 @@ class Bootstrap:
             _divide(above.sum(), below.sum()), _divide(self._counts @ above, self._counts @ below)
         )
 
+    def difference(
+        self, amounts: Seq[float], of: Seq[float], base_amounts: Seq[float], base_of: Seq[float]
+    ) -> Interval | None:
+        """A ratio of sums of one arm minus that of another, on the same draws of prompts."""
+        sums = [np.asarray(values, dtype=np.float64) for values in (amounts, of, base_amounts, base_of)]
+        drawn = [self._counts @ values for values in sums]
+        value = _divide(sums[0].sum(), sums[1].sum()) - _divide(sums[2].sum(), sums[3].sum())
+        return self._interval(value, _divide(drawn[0], drawn[1]) - _divide(drawn[2], drawn[3]))
+
     def speed_up(
         self, tokens: Seq[float], seconds: Seq[float], base_tokens: Seq[float], base_seconds: Seq[float]
     ) -> Interval | None:

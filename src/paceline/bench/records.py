@@ -17,16 +17,26 @@ from paceline.engine.stats import GenerationStatistics
 from paceline.errors import ConfigError
 
 RECORDS_FILE = "records.jsonl"
+NATURAL, FIXED = "natural", "fixed"
 
 
 @dataclass(frozen=True, slots=True)
 class RecordKey:
-    """Names one measurement: an arm on one group of prompts."""
+    """Names one measurement: an arm on one group of prompts.
+
+    Attributes:
+        suite: of the prompts.
+        batch_size: of the group.
+        group: its number.
+        arm: who answers.
+        work: `natural`, answers end by themselves; or `fixed`, all have the same number of tokens.
+    """
 
     suite: str
     batch_size: int
     group: int
     arm: str
+    work: str = NATURAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +49,8 @@ class TurnRecord:
         prompt_ids: token ids that the arm was given.
         token_ids: token ids that it emitted.
         statistics: of the engine; None for baselines.
+        log_prob: of the emitted tokens under the target; None where it was not asked for.
+        is_cut: ended by its length; None for baselines.
     """
 
     prompt_id: str
@@ -46,6 +58,8 @@ class TurnRecord:
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     statistics: GenerationStatistics | None
+    log_prob: float | None = None
+    is_cut: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +95,8 @@ class GroupRecord:
                 tuple(turn["prompt_ids"]),
                 tuple(turn["token_ids"]),
                 None if turn["statistics"] is None else GenerationStatistics(**turn["statistics"]),
+                turn.get("log_prob"),
+                turn.get("is_cut"),
             )
             for turn in stored["turns"]
         )

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.arms import ArmName
-from paceline.bench.intervals import Interval
+from paceline.bench.figures import figure
+from paceline.bench.lossy_report import lossy_lines
+from paceline.bench.lossy_rows import LossyRow
 from paceline.bench.near_ties import NOISE_PERCENTILE, NOISE_WIDTH, Difference
 from paceline.bench.plots import draw_plots
 from paceline.bench.roofline import Roofline
@@ -43,6 +45,7 @@ class BenchmarkReport:
         differences: where answers left their reference.
         rounding_noise: largest gap that rounding explains on this model; None when it was not needed.
         roofline: forwards against the floor that memory sets; None when not asked for.
+        lossy: what lossy verifiers bring and cost; empty without any.
     """
 
     metadata: Mapping[str, Any]
@@ -50,6 +53,7 @@ class BenchmarkReport:
     differences: Seq[Difference]
     rounding_noise: float | None = None
     roofline: Roofline | None = None
+    lossy: Seq[LossyRow] = ()
 
     def write(self, folder: Path) -> list[Path]:
         """Write all files; returns their paths."""
@@ -67,6 +71,7 @@ class BenchmarkReport:
             "rows": [row.as_dict() for row in self.rows],
             "rounding_noise": self.rounding_noise,
             "roofline": None if self.roofline is None else self.roofline.as_dict(),
+            "lossy": [row.as_dict() for row in self.lossy],
             "differences": [_finite(difference.as_dict()) for difference in self.differences],
         }
 
@@ -87,6 +92,7 @@ class BenchmarkReport:
             rows = [row for row in self.rows if (row.suite, row.batch_size) == (suite, batch_size)]
             lines += ["", f"## {suite}, batch {batch_size}, {rows[0].num_prompts} prompts", ""]
             lines += markdown_table(rows)
+        lines += lossy_lines(self.lossy)
         lines += self.time_lines()
         lines += self.peer_lines()
         lines += self.roofline_lines()
@@ -109,9 +115,9 @@ class BenchmarkReport:
             "|" + "---|" * 10,
             *(
                 f"| {row.suite} | {row.batch_size} | {' | '.join(table_cells(row)[:3])} | "
-                f"{_figure(row.draft_ms_per_round, 2)} | {_figure(row.forward_ms_per_round, 2)} | "
-                f"{_figure(row.verify_ms_per_round, 2)} | {_figure(row.commit_ms_per_round, 2)} | "
-                f"{_figure(row.host_ms_per_round, 2)} |"
+                f"{figure(row.draft_ms_per_round, 2)} | {figure(row.forward_ms_per_round, 2)} | "
+                f"{figure(row.verify_ms_per_round, 2)} | {figure(row.commit_ms_per_round, 2)} | "
+                f"{figure(row.host_ms_per_round, 2)} |"
                 for row in rows
             ),
         ]
@@ -206,14 +212,14 @@ def table_cells(row: ResultRow) -> list[str]:
         row.drafter if row.head is None else f"{row.drafter}:{Path(row.head).name}",
         row.verifier,
         "" if row.num_speculative_tokens is None else str(row.num_speculative_tokens),
-        _figure(row.tokens_per_second, 1),
-        _figure(row.speedup_vs_hf_generate, 2),
-        _figure(row.speedup_vs_none, 2),
-        _figure(row.mean_acceptance_length, 2),
-        _figure(row.accepted_per_round, 2),
-        _figure(row.draft_ms_per_round, 1),
-        _figure(row.round_ms, 1),
-        _figure(row.mean_forward_width, 1),
+        figure(row.tokens_per_second, 1),
+        figure(row.speedup_vs_hf_generate, 2),
+        figure(row.speedup_vs_none, 2),
+        figure(row.mean_acceptance_length, 2),
+        figure(row.accepted_per_round, 2),
+        figure(row.draft_ms_per_round, 1),
+        figure(row.round_ms, 1),
+        figure(row.mean_forward_width, 1),
         "" if row.identical_fraction is None else f"{100 * row.identical_fraction:.0f} %",
         "" if row.identical_to_none is None else f"{100 * row.identical_to_none:.0f} %",
     ]
@@ -224,15 +230,6 @@ def _num_identical(row: ResultRow) -> str:
     if row.identical_fraction is None:
         return f"compared with nothing ({row.num_prompts})"
     return f"{round(row.identical_fraction * row.num_prompts)} of {row.num_prompts}"
-
-
-def _figure(value: Interval | float | None, digits: int) -> str:
-    """A number, with its interval when it has one."""
-    if value is None:
-        return ""
-    if isinstance(value, Interval):
-        return f"{value.value:.{digits}f} [{value.low:.{digits}f}, {value.high:.{digits}f}]"
-    return f"{value:.{digits}f}"
 
 
 def _finite(stored: dict[str, Any]) -> dict[str, Any]:

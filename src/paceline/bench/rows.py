@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
-from paceline.bench.arms import ArmName
+from paceline.bench.arms import STRICT, ArmName
 from paceline.bench.intervals import Bootstrap, Interval
-from paceline.bench.records import GroupRecord, TurnRecord
+from paceline.bench.records import NATURAL, GroupRecord, TurnRecord
+from paceline.bench.verifier_specs import VerifierSpec
 from paceline.engine.stats import GenerationStatistics
 
 PLAIN = "none"
 REFERENCE = "hf_generate"
+_UNTIMED: dict[str, Any] = dict.fromkeys(
+    (
+        "tokens_per_second", "speedup_vs_hf_generate", "speedup_vs_none", "draft_ms_per_round",
+        "forward_ms_per_round", "verify_ms_per_round", "commit_ms_per_round", "host_ms_per_round", "round_ms",
+    )
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,28 +84,60 @@ class ResultRow:
 
 
 def result_rows(records: Iterable[GroupRecord], arms: Seq[ArmName], seed: int) -> list[ResultRow]:
-    """A row per suite, batch size and arm, in the order of the records and of `arms`."""
-    by_table: dict[tuple[str, int], dict[str, dict[int, GroupRecord]]] = {}
-    for record in records:
-        table = by_table.setdefault((record.key.suite, record.key.batch_size), {})
-        table.setdefault(record.key.arm, {})[record.key.group] = record
+    """A row per suite, batch size and arm, in the order of the records and of `arms`.
+
+    Of answers that end by themselves; where lossy verifiers take part, those are not timed.
+    """
+    is_timed = not any(map(is_lossy, arms))
     rows: list[ResultRow] = []
-    for table in by_table.values():
-        # Only groups that every arm has finished: a ratio must compare the same prompts.
-        groups = sorted(set.intersection(*(set(table.get(str(arm), {})) for arm in arms)))
-        if groups:
-            measured = {str(arm): [table[str(arm)][group] for group in groups] for arm in arms}
-            bootstrap = Bootstrap(len(groups), seed)
-            rows += [_row(arm, arms, measured, bootstrap) for arm in arms]
+    for measured in complete_tables(records, arms, NATURAL):
+        bootstrap = Bootstrap(len(measured[str(arms[0])]), seed)
+        found = [_row(arm, arms, measured, bootstrap) for arm in arms if arm.repeat == 1]
+        rows += found if is_timed else [replace(row, **_UNTIMED) for row in found]
     return rows
 
 
+def complete_tables(
+    records: Iterable[GroupRecord], arms: Seq[ArmName], work: str
+) -> Iterator[dict[str, list[GroupRecord]]]:
+    """For every suite and batch size the records of each arm: of groups that all of them have finished.
+
+    A ratio must compare the same prompts.
+    """
+    by_table: dict[tuple[str, int], dict[str, dict[int, GroupRecord]]] = {}
+    for record in records:
+        if record.key.work == work:
+            table = by_table.setdefault((record.key.suite, record.key.batch_size), {})
+            table.setdefault(record.key.arm, {})[record.key.group] = record
+    for table in by_table.values():
+        groups = sorted(set.intersection(*(set(table.get(str(arm), {})) for arm in arms)))
+        if groups:
+            yield {str(arm): [table[str(arm)][group] for group in groups] for arm in arms}
+
+
 def reference_arm(arm: ArmName, arms: Seq[ArmName]) -> ArmName | None:
-    """Whose ids an arm's are compared with: Hugging Face's for greedy ones, else those without drafting."""
+    """Whose ids an arm's are compared with.
+
+    Hugging Face's for strict ones, else those without drafting; for lossy ones those of the strict arm that
+    drafts alike.
+    """
+    if is_lossy(arm):
+        return strict_arm(arm, arms)
     plain = next((a for a in arms if a.drafter == PLAIN and a.verifier == arm.verifier), None)
     hugging_face = next((a for a in arms if a.drafter == REFERENCE and arm.verifier == "greedy"), None)
     found = hugging_face or plain
     return None if found == arm else found
+
+
+def is_lossy(arm: ArmName) -> bool:
+    """Whether the arm's verifier may change the text."""
+    return VerifierSpec.read(arm.verifier).is_lossy
+
+
+def strict_arm(arm: ArmName, arms: Seq[ArmName]) -> ArmName | None:
+    """The arm that drafts as this one does and verifies strictly."""
+    alike = replace(arm, verifier=STRICT, repeat=1)
+    return alike if alike in arms else None
 
 
 def answers_of(records: Iterable[GroupRecord]) -> dict[str, list[TurnRecord]]:
@@ -126,7 +166,8 @@ def _row(
         others = measured[str(base)]
         return bootstrap.speed_up(tokens, seconds, _tokens(others), _seconds(others))
 
-    plain = next((a for a in arms if a.drafter == PLAIN and a.verifier == arm.verifier), None)
+    verifier = STRICT if is_lossy(arm) else arm.verifier
+    plain = next((a for a in arms if a.drafter == PLAIN and a.verifier == verifier), None)
     return ResultRow(
         suite=own[0].key.suite,
         drafter=arm.drafter,

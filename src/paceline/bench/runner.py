@@ -3,17 +3,22 @@
 Alternating arms prompt by prompt spreads whatever else the machine does evenly over them, and rotating
 their order takes away the advantage of going first. Each arm warms up before anything is measured. Every
 arm gets the same token ids; in a second turn the history is the arm's own answer.
+
+Where lossy verifiers take part, the strict arm goes first and once more last, and everything is done twice:
+with answers that end by themselves, which shows what they are worth, and with a fixed number of tokens, which
+shows how fast they come. A verifier that changes how long answers are cannot be timed by the former.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from time import perf_counter
 
-from paceline.bench.arms import Arm, ArmAnswer
-from paceline.bench.records import GroupRecord, Journal, RecordKey, TurnRecord
+from paceline.bench.arms import Arm, ArmAnswer, EngineArm
+from paceline.bench.records import FIXED, NATURAL, GroupRecord, Journal, RecordKey, TurnRecord
 from paceline.bench.suites import BenchPrompt, Suite
 from paceline.engine.generator import Generator, Message
 from paceline.errors import ConfigError
@@ -46,6 +51,7 @@ class BenchmarkRunner:
         journal: receives the records and knows those of an earlier start.
         max_new_tokens: most tokens of an answer; an arm also stops where the text ends.
         batch_sizes: prompts decoded at once; each size is measured on its own.
+        works: `records.NATURAL`, `records.FIXED` or both; baselines and peers do no fixed work.
         clock: seconds from any fixed point; tests pass their own.
     """
 
@@ -58,6 +64,7 @@ class BenchmarkRunner:
         *,
         max_new_tokens: int = 128,
         batch_sizes: Seq[int] = (1,),
+        works: Seq[str] = (NATURAL,),
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._generator = generator
@@ -66,6 +73,7 @@ class BenchmarkRunner:
         self._journal = journal
         self._max_new_tokens = max_new_tokens
         self._batch_sizes = list(batch_sizes)
+        self._works = list(works)
         self._clock = clock
 
     def run(self, on_progress: Callable[[Progress], None] = lambda _: None) -> None:
@@ -89,14 +97,13 @@ class BenchmarkRunner:
     def _work(self) -> Iterator[tuple[RecordKey, Seq[BenchPrompt], Arm]]:
         """All measurements in the order in which they are made."""
         number = 0
-        for batch_size in self._batch_sizes:
-            for suite in self._suites:
-                for group, start in enumerate(range(0, len(suite.prompts), batch_size)):
-                    prompts = suite.prompts[start : start + batch_size]
-                    first = number % len(self._arms)
-                    number += 1
-                    for arm in self._arms[first:] + self._arms[:first]:
-                        yield RecordKey(suite.name, batch_size, group, str(arm.name)), prompts, arm
+        for batch_size, suite in product(self._batch_sizes, self._suites):
+            for group, start in enumerate(range(0, len(suite.prompts), batch_size)):
+                prompts = suite.prompts[start : start + batch_size]
+                for work in self._works:
+                    for arm in _order(self._arms, work, number):
+                        yield RecordKey(suite.name, batch_size, group, str(arm.name), work), prompts, arm
+                number += 1
 
     def _warm_up(self, prompts: Seq[BenchPrompt]) -> None:
         """One short answer per arm: first calls allocate buffers and choose kernels."""
@@ -117,12 +124,20 @@ class BenchmarkRunner:
             # The same limit for all arms: Hugging Face would run past the context, this engine stops there.
             room = min(self._room(prompt, len(own)) for prompt, own in zip(asked, ids, strict=True))
             started = self._clock()
-            answers: list[ArmAnswer] = arm.answer(ids, min(room, self._max_new_tokens))
+            answers = _answer(arm, ids, min(room, self._max_new_tokens), key.work)
             seconds += self._clock() - started
             for prompt, prompt_ids, answer in zip(asked, ids, answers, strict=True):
                 histories[prompt.prompt_id].append({"role": "assistant", "content": answer.text})
                 turns.append(
-                    TurnRecord(prompt.prompt_id, turn, tuple(prompt_ids), answer.token_ids, answer.statistics)
+                    TurnRecord(
+                        prompt.prompt_id,
+                        turn,
+                        tuple(prompt_ids),
+                        answer.token_ids,
+                        answer.statistics,
+                        answer.log_prob,
+                        answer.is_cut,
+                    )
                 )
         return GroupRecord(key, seconds, tuple(turns))
 
@@ -141,3 +156,21 @@ class BenchmarkRunner:
         if self._generator.has_chat_template:
             return self._generator.encode_chat(history)
         return self._generator.encode("\n\n".join(message["content"] for message in history), raw=True)
+
+
+def _order(arms: Seq[Arm], work: str, number: int) -> list[Arm]:
+    """Arms in the order in which they answer one group: in turn, but strict ones around lossy ones."""
+    taking_part = [arm for arm in arms if work == NATURAL or isinstance(arm, EngineArm)]
+    last = [arm for arm in taking_part if arm.name.repeat > 1]
+    repeated = {replace(arm.name, repeat=1) for arm in last}
+    first = [arm for arm in taking_part if arm.name in repeated]
+    between = [arm for arm in taking_part if arm not in first and arm not in last]
+    start = number % len(between) if between else 0
+    return [*first, *between[start:], *between[:start], *last]
+
+
+def _answer(arm: Arm, ids: list[list[int]], num_tokens: int, work: str) -> list[ArmAnswer]:
+    """Let an arm answer."""
+    if work == FIXED and isinstance(arm, EngineArm):
+        return arm.answer_fixed(ids, num_tokens)
+    return arm.answer(ids, num_tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from paceline.cli.bench import bench
+from paceline.cli.calibrate import calibrate
 from paceline.cli.chat import chat
 from paceline.cli.check import check
 from paceline.cli.demo import demo
@@ -24,7 +25,7 @@ def build_app() -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    for command in (generate, chat, demo, bench, check, heads, doctor, version):
+    for command in (generate, chat, demo, bench, calibrate, check, heads, doctor, version):
         app.command()(command)
     app.add_typer(train_app, name="train")
     return app

@@ -29,7 +29,10 @@ def bench(
     drafters: Annotated[str, Option(help="Separated by commas; phrase:FOLDER names a head.")] = (
         "none,prompt_lookup,phrase"
     ),
-    verifiers: Annotated[str, Option(help="greedy, sampling.")] = "greedy",
+    verifiers: Annotated[
+        str,
+        Option(help="greedy, sampling, budgeted[:PRESET or B/g/m], typical, margin[:REGRET]; by commas."),
+    ] = "greedy",
     baseline: Annotated[
         str, Option(help="hf_generate, hf_generate_fp32, hf_generate_bf16, hf_prompt_lookup; may be empty.")
     ] = "hf_generate",
@@ -48,6 +51,12 @@ def bench(
     execution: Annotated[str, Option(help="auto, fast or eager.")] = "auto",
     roofline: Annotated[
         bool, Option("--roofline", help="Hold forwards against the floor that memory sets.")
+    ] = False,
+    run_code: Annotated[
+        bool,
+        Option(
+            "--run-code", help="Run programs that the model writes (humaneval), in a process of their own."
+        ),
     ] = False,
     temperature: Annotated[float, Option(help="Of the sampling verifier.")] = 1.0,
     seed: Annotated[int, Option(help="Of sampling and of the intervals.")] = 0,
@@ -73,6 +82,7 @@ def bench(
         head=head,
         temperature=temperature,
         seed=seed,
+        runs_code=run_code,
     )
     options.load_suites()
     generator = paceline.load(
@@ -132,6 +142,7 @@ def print_report(report: BenchmarkReport, out: Path) -> None:
     """The figures as tables on standard output."""
     from rich.table import Table
 
+    from paceline.bench.lossy_report import lossy_lines
     from paceline.bench.report import TABLE_COLUMNS, table_cells
 
     console = output()
@@ -141,7 +152,7 @@ def print_report(report: BenchmarkReport, out: Path) -> None:
             if (row.suite, row.batch_size) == (suite, batch_size):
                 table.add_row(*table_cells(row))
         console.print(table)
-    for line in [*report.peer_lines(), *report.roofline_lines()]:
+    for line in [*lossy_lines(report.lossy), *report.peer_lines(), *report.roofline_lines()]:
         console.print(line)
     noise = report.rounding_noise
     num_near_ties = 0 if noise is None else sum(d.gap <= noise for d in report.differences)

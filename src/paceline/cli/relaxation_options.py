@@ -21,7 +21,9 @@ PANEL = "Lossy verifiers"
 class RelaxationOptions:
     """What is not given has the preset's value."""
 
-    preset: Annotated[str, Option(help="stable, discovery or normalised.", rich_help_panel=PANEL)] = "stable"
+    preset: Annotated[
+        str | None, Option(help="budgeted: stable, discovery or normalised.", rich_help_panel=PANEL)
+    ] = None
     risk_budget: Annotated[
         float | None,
         Option(help="budgeted: regret that a whole answer may spend, in logits.", rich_help_panel=PANEL),
@@ -52,18 +54,26 @@ class RelaxationOptions:
 
     def relaxation(self) -> Relaxation:
         """The preset, changed by the options that were given; errors name what is out of range."""
-        from paceline.relaxation import Relaxation
+        from paceline.relaxation import DEFAULT_RELAXATION, Relaxation
 
-        return Relaxation.preset(self.preset).updated(self._changes())
+        chosen = DEFAULT_RELAXATION if self.preset is None else Relaxation.preset(self.preset)
+        return chosen.updated(self._changes())
 
     def applied(self, parameters: SamplingParameters, generator: Generator) -> SamplingParameters:
         """The request with these limits; says so where the verifier does not look at them."""
         from paceline.registry import verifier_class
 
-        given = [*self._changes(), *(["preset"] if self.preset != "stable" else [])]
-        verifier = generator.verifier
-        if given and (verifier is None or verifier_class(verifier).lossless):
-            notice(f"notice: {', '.join(given)} changes nothing with a lossless verifier")
+        given = [*self._changes(), *([] if self.preset is None else ["preset"])]
+        if not given:
+            return parameters
+        name = generator.verifier or ("greedy" if parameters.is_greedy else "sampling")
+        limits = getattr(verifier_class(name), "limits", ())
+        # A preset is one of the budgeted verifier's, whatever else it holds.
+        idle = [
+            option for option in given if option not in (*limits, *(["preset"] * ("risk_budget" in limits)))
+        ]
+        if idle:
+            notice(f"notice: {', '.join(idle)} changes nothing with verifier {name!r}")
         return replace(parameters, relaxation=self.relaxation())
 
     def _changes(self) -> dict[str, object]:

@@ -15,7 +15,7 @@ class IncrementalDetokenizer:
     are held back until the next piece or the end.
 
     Args:
-        decoder: unused, for the ids; copied, so that one serves all answers of a tokenizer.
+        decoder: a fresh one; it is copied, so that one serves all answers of a tokenizer.
         stop: strings at which the text ends.
         include_stop_string: end the text behind the stop string instead of before it.
     """

@@ -28,7 +28,9 @@ from paceline.sequence import Segment, Sequence
 from paceline.targets.base import TargetModel
 from paceline.tree import DraftTree
 
-WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 65, 96, 129)
+WIDTHS = (1, 2, 4, 8, 12, 16, 17, 24, 32, 33, 48, 49, 65, 96, 129)
+"""Those at which forwards are measured. Matrix units take sixteen rows at a time, so costs leap behind
+multiples of that; graphs are captured for some of these widths (`targets.buckets`)."""
 CACHED_LENS = (128, 1024)
 """Cached tokens at which forwards are measured; the second only where filling the cache takes little."""
 TIME_LIMIT = 1.5
@@ -37,7 +39,7 @@ MAX_REPETITIONS = 5
 PREFILL_ROWS = 256
 BUSY_LOAD = 0.8
 """Load per core above which measured times are not kept."""
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)

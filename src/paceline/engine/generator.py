@@ -155,7 +155,7 @@ class Generator:
         *,
         raw: bool = False,
     ) -> list[GenerationResult]:
-        """Answer several prompts at once; each answer is what the prompt alone would get.
+        """Answer several prompts at once; with lossless verifiers each is what the prompt alone would get.
 
         Args:
             prompts: texts or ids.
@@ -213,7 +213,8 @@ class Generator:
         if bad is not None:
             raise RequestError(f"prompt token id {bad} is not in [0, {self.target.vocab_size})")
         eos = parameters.eos_token_ids
-        checker = StopChecker(self.tokenizer, parameters.stop) if parameters.stop else None
+        stop = parameters.stop
+        checker = StopChecker(self.tokenizer, stop, self._decoder) if stop else None
         sequence = Sequence(
             prompt_ids,
             parameters,

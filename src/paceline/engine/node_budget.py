@@ -7,11 +7,11 @@ the length and the width of drafts, divides them among the sequences of a batch,
 grows.
 
 Values are what the drafter believes. They are corrected by what was accepted, per depth, and costs by what
-forwards took: another process, or a batch of other lengths than measured, slows all of them down alike, and
-drafting is weighed by its own time. Unless the last drafted rounds are expected to be faster than plain steps
-by a margin even so (`LEAST_GAIN`), the drafter is not asked for a while; then it gets a few rounds to show
-that things have changed. (Not after a single poor round: a drafter that copies has nothing to offer most of
-the time, and much in between.)
+forwards took (`engine/cost_correction.py`): another process, or a batch of other lengths than measured, makes
+all of them slower, and wide ones more than others. Drafting is weighed by its own time. Unless the last
+drafted rounds are expected to be faster than plain steps by a margin even so (`LEAST_GAIN`), the drafter is
+not asked for a while; then it gets a few rounds to show that things have changed. (Not after a single poor
+round: a drafter that copies has nothing to offer most of the time, and much in between.)
 
 Read `AdaptiveBudget.prune`.
 """
@@ -22,23 +22,28 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.config import read_width
+from paceline.engine.cost_correction import CostCorrection, MeasuredCost
 from paceline.engine.forward_cost import ForwardCost, measured_cost
 from paceline.engine.stats import RoundTiming
 from paceline.sequence import VerifyResult
 from paceline.targets.base import TargetModel
 from paceline.tree import DraftTree
 
+Reals = NDArray[np.float64]
+
 MAX_NODES = 64
 """Most nodes that a drafter is asked for under the adaptive budget."""
 LEAST_ASKED = 4
 """Nodes that it is asked for at least."""
-ASKED_PER_KEPT = 3
+ASKED_PER_KEPT = 2
 """Further ones, for each that a sequence kept lately."""
 FIRST_KEPT = 8
 """What a sequence is taken to keep before anything was seen."""
@@ -54,12 +59,10 @@ PROBE_ROUNDS = 4
 WINDOW_DECAY = 0.95
 """Of those rounds' weight, per further round."""
 LEAST_GAIN = 0.05
-"""By how much drafting has to be expected to be faster, for one sequence and again for every doubling of their
-number: estimates err, and sequences that are drafted for end at different times, the last ones alone."""
+"""By how much drafting has to be expected to be faster, for one sequence and again for every doubling of
+their number: estimates err, and sequences that are drafted for end at different times, the last alone."""
 COST_WEIGHT = 0.1
-"""Of the newest round in what drafting takes and in how far forwards are from their measured cost."""
-COST_RANGE = 4.0
-"""Factor up to which a single round is believed to be slower or faster than measured."""
+"""Of the newest round in what drafting takes."""
 FIRST_PAUSE, LONGEST_PAUSE = 8, 256
 """Plain rounds between two probes, doubled while drafting does not pay."""
 
@@ -131,11 +134,12 @@ class AdaptiveBudget:
         self.max_nodes = max_nodes
         self._cost = cost
         self._pads = pads
-        self._claimed = torch.full((MAX_DEPTH,), PRIOR, dtype=torch.float64)
-        self._accepted = torch.full((MAX_DEPTH,), PRIOR, dtype=torch.float64)
+        # In numpy: torch takes longer to begin than a few dozen numbers take, and this runs every round.
+        self._claimed = np.full(MAX_DEPTH, PRIOR)
+        self._accepted = np.full(MAX_DEPTH, PRIOR)
+        self._factors = _factors(self._accepted, self._claimed)
         self._draft_seconds = _Mean(0.0)
-        # Seconds of a forward over its measured cost.
-        self._slowness = _Mean(1.0)
+        self._correction = CostCorrection()
         # The most nodes that a sequence kept lately: asking for many more would only be sorted out again.
         self._most_kept = float(FIRST_KEPT)
         self._pause = 0
@@ -144,7 +148,8 @@ class AdaptiveBudget:
         # Expected tokens and seconds of the newest drafted rounds, and those of the round in flight.
         self._window = _Window()
         self._expected, self._forward_seconds, self._plain_rate = 0.0, 0.0, 0.0
-        self._table = torch.zeros(0, dtype=torch.float64)
+        self._measured = MeasuredCost(1.0, 0.0)
+        self._table: Reals = np.zeros(0)
         self._table_len = -1
 
     def allot(self, num_sequences: int) -> int:  # noqa: ARG002
@@ -159,24 +164,27 @@ class AdaptiveBudget:
     def prune(self, trees: Seq[DraftTree], cached_len: float) -> list[DraftTree]:
         """Keep the nodes with which the round's expected tokens per second are highest."""
         num_sequences = len(trees)
-        corrected = self._corrected(trees)
         self._has_drafts = any(tree.num_draft_tokens for tree in trees)
-        slowness = self._slowness.value
-        plain = slowness * float(self._seconds(num_sequences, cached_len)[num_sequences])
+        measured_plain = float(self._seconds(num_sequences, cached_len)[num_sequences])
+        plain = self._correction.base * measured_plain
         self._plain_rate = num_sequences / plain
         self._expected, self._forward_seconds = float(num_sequences), plain
+        self._measured = MeasuredCost(measured_plain, 0.0)
         if not self._has_drafts:
-            return corrected
-        gains = _gains_by_level(corrected) if self._pads else _gains(corrected)
+            return list(trees)
+        grove = _Grove.of(trees, self._factors)
+        gains = grove.gains_by_level() if self._pads else grove.gains()
         step = num_sequences if self._pads else 1
         most_rows = num_sequences + step * (len(gains) - 1)
         seconds = self._seconds(most_rows, cached_len)[num_sequences : most_rows + 1 : step]
-        seconds = slowness * seconds
+        extra = seconds - measured_plain
+        seconds = plain + self._correction.slope * extra
         rates = (gains + num_sequences) / (seconds + self._draft_seconds.value)
-        best = int(rates.argmax())
+        best = int(np.argmax(rates))
         # Drafting is paid for by now; whether to draft next time is decided when the round is over.
         self._expected, self._forward_seconds = num_sequences + float(gains[best]), float(seconds[best])
-        kept = [tree.take(best) for tree in corrected] if self._pads else _share(corrected, best)
+        self._measured = MeasuredCost(measured_plain, float(extra[best]))
+        kept = grove.take_of_each(best) if self._pads else grove.take(best)
         most = max(tree.num_draft_tokens for tree in kept)
         self._most_kept = max(most, WINDOW_DECAY * self._most_kept)
         return kept
@@ -189,45 +197,29 @@ class AdaptiveBudget:
             if self._has_drafts:
                 self._draft_seconds.add(timing.draft_seconds)
             # On CUDA a forward is only started; waiting for it counts as verification.
-            seconds = timing.forward_seconds + timing.verify_seconds
-            expected = self._forward_seconds / self._slowness.value
-            self._slowness.add(min(max(seconds / expected, 1.0 / COST_RANGE), COST_RANGE))
+            self._correction.add(self._measured, timing.forward_seconds + timing.verify_seconds)
             self._judge(len(trees), timing.draft_seconds)
         if num_rows == len(trees):
             return
         self._claimed = PRIOR + DECAY * (self._claimed - PRIOR)
         self._accepted = PRIOR + DECAY * (self._accepted - PRIOR)
-        factors = self._factors()
-        drafted = [tree for tree in trees if tree.num_draft_tokens]
-        levels = (torch.cat([tree.depths[1:] for tree in drafted]) - 1).clamp_(max=MAX_DEPTH - 1)
-        claimed = torch.cat([tree.node_values[1:] for tree in drafted]).double() / factors[levels]
-        self._claimed.index_add_(0, levels, claimed)
+        levels = np.minimum(_joined([tree.depths for tree in trees]), MAX_DEPTH)
+        # What was verified had been corrected; roots stand at level 0 and count nowhere.
+        claimed = _joined([tree.node_values for tree in trees]) / self._factors[levels]
+        self._claimed += np.bincount(levels, claimed, MAX_DEPTH + 1)[1:]
         for result in results:
             if result.accepted_ids:
                 self._accepted[: len(result.accepted_ids)] += 1.0
+        self._factors = _factors(self._accepted, self._claimed)
 
-    def _seconds(self, num_rows: int, cached_len: float) -> Tensor:
+    def _seconds(self, num_rows: int, cached_len: float) -> Reals:
         """float64: cost of forwards of 0, 1, ... at least `num_rows` rows, for lengths rounded down."""
         length = int(cached_len) // LENGTH_STEP * LENGTH_STEP
         if length != self._table_len or len(self._table) <= num_rows:
-            self._table = self._cost.seconds(torch.arange(max(num_rows, self.max_nodes) + 1), length)
+            rows = torch.arange(max(num_rows, self.max_nodes) + 1)
+            self._table = self._cost.seconds(rows, length).numpy()
             self._table_len = length
         return self._table
-
-    def _factors(self) -> Tensor:
-        """float64 [MAX_DEPTH]: accepted over claimed, never rising with depth, so that trees stay trees."""
-        return (self._accepted / self._claimed).cummin(0).values
-
-    def _corrected(self, trees: Seq[DraftTree]) -> list[DraftTree]:
-        """The trees with corrected values."""
-        factors = torch.cat([torch.ones(1), self._factors().float()])
-        levels = torch.cat([tree.depths for tree in trees]).clamp_(max=MAX_DEPTH)
-        values = torch.cat([tree.node_values for tree in trees]) * factors[levels]
-        parts = torch.split(values.clamp_(max=1.0), [len(tree) for tree in trees])
-        return [
-            tree.with_values(part) if tree.num_draft_tokens else tree
-            for tree, part in zip(trees, parts, strict=True)
-        ]
 
     def _judge(self, num_sequences: int, draft_seconds: float) -> None:
         """Pause drafting unless the newest drafted rounds are expected to beat plain steps by a margin."""
@@ -269,25 +261,73 @@ class _Mean:
         self.value += max(COST_WEIGHT, 1.0 / self.num_values) * (value - self.value)
 
 
-def _gains(trees: Seq[DraftTree]) -> Tensor:
-    """float64 [N + 1]: expected tokens of the k most valuable nodes over all trees, k from 0."""
-    values = torch.cat([tree.node_values[1:] for tree in trees]).double()
-    return torch.cat([torch.zeros(1, dtype=torch.float64), values.sort(descending=True).values.cumsum(0)])
+def _factors(accepted: Reals, claimed: Reals) -> Reals:
+    """float64 [MAX_DEPTH + 1]: accepted over claimed by depth, never rising, so that trees stay trees.
+
+    That of the root is 1.
+    """
+    return np.concatenate([[1.0], np.minimum.accumulate(accepted / claimed)])
 
 
-def _gains_by_level(trees: Seq[DraftTree]) -> Tensor:
-    """float64 [N + 1]: expected tokens when every tree keeps its k most valuable nodes, k from 0."""
-    widest = max(tree.num_draft_tokens for tree in trees)
-    values = torch.zeros(len(trees), widest + 1, dtype=torch.float64)
-    for row, tree in zip(values, trees, strict=True):
-        row[1 : len(tree)] = tree.node_values[1:].sort(descending=True).values
-    return values.sum(0).cumsum(0)
+def _joined(parts: Seq[Tensor]) -> NDArray[Any]:
+    """Several small tensors in one array."""
+    return parts[0].numpy() if len(parts) == 1 else np.concatenate([part.numpy() for part in parts])
 
 
-def _share(trees: Seq[DraftTree], num_kept: int) -> list[DraftTree]:
-    """The `num_kept` most valuable nodes over all trees; equal values go to the earlier tree and parent."""
-    owner = torch.cat([torch.full((tree.num_draft_tokens,), i) for i, tree in enumerate(trees)])
-    values = torch.cat([tree.node_values[1:] for tree in trees])
-    order = values.argsort(descending=True, stable=True)[:num_kept]
-    counts = torch.bincount(owner[order], minlength=len(trees)).tolist()
-    return [tree.take(count) for tree, count in zip(trees, counts, strict=True)]
+@dataclass(frozen=True, slots=True)
+class _Grove:
+    """The trees of a round with corrected values.
+
+    Attributes:
+        trees: as drafted.
+        starts: int64 [B + 1], first row of each tree, and the number of rows.
+        values: float32 [R].
+        nodes: int64 [N], rows that are no roots, the most valuable first; of equal ones the earlier.
+    """
+
+    trees: Seq[DraftTree]
+    starts: NDArray[np.int64]
+    values: NDArray[np.float32]
+    nodes: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, trees: Seq[DraftTree], factors: Reals) -> _Grove:
+        """Correct the values by depth and rank the nodes."""
+        levels = np.minimum(_joined([tree.depths for tree in trees]), MAX_DEPTH)
+        corrected = _joined([tree.node_values for tree in trees]) * factors[levels].astype(np.float32)
+        values = np.minimum(corrected, np.float32(1.0))
+        starts = np.cumsum([0, *map(len, trees)])
+        nodes = np.arange(1, len(values))
+        if len(trees) > 1:
+            nodes = np.delete(nodes, starts[1:-1] - 1)
+        return cls(trees, starts, values, nodes[np.argsort(-values[nodes], kind="stable")])
+
+    def gains(self) -> Reals:
+        """float64 [N + 1]: expected tokens of the k most valuable nodes over all trees, k from 0."""
+        gains = np.zeros(len(self.nodes) + 1)
+        np.cumsum(self.values[self.nodes], dtype=np.float64, out=gains[1:])
+        return gains
+
+    def gains_by_level(self) -> Reals:
+        """float64 [N + 1]: expected tokens when every tree keeps its k most valuable nodes, k from 0."""
+        gains = np.zeros(int(np.diff(self.starts).max()))
+        for start, end in zip(self.starts, self.starts[1:], strict=False):
+            gains[1 : end - start] -= np.sort(-self.values[start + 1 : end])
+        return np.cumsum(gains)
+
+    def take(self, num_kept: int) -> list[DraftTree]:
+        """The `num_kept` most valuable nodes over all trees."""
+        kept = np.sort(self.nodes[:num_kept])
+        bounds = np.searchsorted(kept, self.starts)
+        return [
+            tree.selected(kept[bounds[i] : bounds[i + 1]] - start, self.values[start : start + len(tree)])
+            for i, (tree, start) in enumerate(zip(self.trees, self.starts, strict=False))
+        ]
+
+    def take_of_each(self, num_kept: int) -> list[DraftTree]:
+        """The `num_kept` most valuable nodes of every tree."""
+        parts = np.split(self.values, self.starts[1:-1])
+        return [
+            tree.with_values(torch.from_numpy(own)).take(num_kept)
+            for tree, own in zip(self.trees, parts, strict=True)
+        ]

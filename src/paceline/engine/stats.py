@@ -59,8 +59,8 @@ class GenerationStatistics:
         num_relaxed_tokens: emitted tokens that a lossy verifier kept although the target would have chosen
             others.
         regret_spent: on them, in logits: by so much their log-probabilities are below the argmax's.
-        refusals: why the paths ended, by reason (`sequence.Refused`), and how often; empty with other
-            verifiers.
+        refusals: why the paths ended, by reason (`sequence.Refused`), and how often; without rounds that a
+            stop cut short, and empty with other verifiers.
     """
 
     num_rounds: int

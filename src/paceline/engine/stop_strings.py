@@ -64,11 +64,11 @@ class StopChecker:
     Args:
         tokenizer: a Hugging Face tokenizer.
         stop: non-empty strings.
-        skip_special_tokens: whether special tokens are left out of the text that is searched.
+        decoder: a fresh one of that tokenizer to copy; made here when absent.
     """
 
-    def __init__(self, tokenizer: Any, stop: Seq[str], skip_special_tokens: bool = True) -> None:
-        self._decoder = TextDecoder(tokenizer, skip_special_tokens)
+    def __init__(self, tokenizer: Any, stop: Seq[str], decoder: TextDecoder | None = None) -> None:
+        self._decoder = decoder.copy() if decoder else TextDecoder(tokenizer)
         self._matcher = StopMatcher(stop)
         self._num_chars = 0
         # Special tokens are not part of the text, so a stop string that names one is matched by its id.

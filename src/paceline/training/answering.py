@@ -6,7 +6,7 @@ prompt as for four; the batch therefore runs between "full" and "full less `ADMI
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from paceline.engine.speculate import SpeculativeEngine
@@ -20,34 +20,50 @@ def run_sequences(
     engine: SpeculativeEngine,
     next_sequence: Callable[[], Sequence | None],
     on_round: Callable[[int], None] | None = None,
-) -> Iterator[Sequence]:
+) -> Generator[Sequence, None, None]:
     """Finished sequences, in order of completion.
 
     Args:
         engine: decodes `engine.max_batch_size` sequences at once.
         next_sequence: the next one to run; None when there is none at the moment.
         on_round: called with the number of tokens that each round emitted.
+
+    Sequences that are under way when the iterator is closed, or interrupted, are given up.
     """
-    num_running = 0
+    running: set[Sequence] = set()
+    try:
+        yield from _run(engine, running, next_sequence, on_round)
+    finally:
+        for sequence in running:
+            engine.release(sequence)
+
+
+def _run(
+    engine: SpeculativeEngine,
+    running: set[Sequence],
+    next_sequence: Callable[[], Sequence | None],
+    on_round: Callable[[int], None] | None,
+) -> Iterator[Sequence]:
+    """The loop; `running` holds what is under way."""
     exhausted = False
     while True:
-        free = engine.max_batch_size - num_running
+        free = engine.max_batch_size - len(running)
         if free >= min(ADMIT_TOGETHER, engine.max_batch_size) or (exhausted and free):
             exhausted = False
-            while num_running < engine.max_batch_size and not exhausted:
+            while len(running) < engine.max_batch_size and not exhausted:
                 sequence = next_sequence()
                 exhausted = sequence is None
                 if sequence is not None:
+                    running.add(sequence)
                     engine.submit(sequence)
-                    num_running += 1
-        if num_running == 0:
+        if not running:
             return
         outcomes = engine.round()
         if on_round is not None:
             on_round(sum(len(outcome.result.emitted_ids) for outcome in outcomes))
         for outcome in outcomes:
             if outcome.sequence.is_finished:
-                num_running -= 1
+                running.discard(outcome.sequence)
                 yield outcome.sequence
 
 

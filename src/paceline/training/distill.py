@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -200,8 +200,10 @@ class Distiller:
             on_tokens(self._num_tokens + self._num_open_tokens)
 
         try:
-            for sequence in run_sequences(self.engine, lambda: self._next(is_enough), on_round):
-                self._collect(sequence)
+            running = run_sequences(self.engine, lambda: self._next(is_enough), on_round)
+            with closing(running) as finished:
+                for sequence in finished:
+                    self._collect(sequence)
         except KeyboardInterrupt:
             with uninterrupted():
                 self._flush()

@@ -22,9 +22,9 @@ import numpy as np
 from torch import Tensor
 
 from paceline.sequence import Sequence
-from paceline.verifiers.draft_forest import DraftForest
+from paceline.verifiers.draft_forest import DraftForest, Paths
 from paceline.verifiers.node_regrets import NodeRegrets
-from paceline.verifiers.relaxed import Judgement, Paths, RelaxedVerifier
+from paceline.verifiers.relaxed import Judgement, RelaxedVerifier
 
 TOLERANCE = 1e-9
 """Slack of the ledger in logits, as published: sums of regrets round."""
@@ -34,6 +34,14 @@ class BudgetedVerifier(RelaxedVerifier):
     """Spends a bounded regret to keep the suffix that the target has scored already."""
 
     name: ClassVar[str] = "budgeted"
+    limits: ClassVar[tuple[str, ...]] = (
+        "risk_budget",
+        "risk_budget_per_token",
+        "max_regret_per_value",
+        "max_relaxed_tokens_per_block",
+        "value_horizon",
+        "is_value_normalised",
+    )
 
     def judge(
         self,
@@ -50,9 +58,11 @@ class BudgetedVerifier(RelaxedVerifier):
                 (
                     own.value_horizon,
                     own.value_horizon if own.is_value_normalised else 1,
-                    # No regret is below 0, so nothing passes: not even equal logits.
-                    -1.0 if own.is_strict else own.max_regret_per_value,
-                    own.allowance(len(sequence.output_ids)) - sequence.regret_spent,
+                    # No regret is below 0, so with a gate or a budget of nothing not even equal logits pass.
+                    own.max_regret_per_value or -1.0,
+                    own.allowance(len(sequence.output_ids)) - sequence.regret_spent
+                    if own.has_budget
+                    else -1.0,
                     own.max_relaxed_tokens_per_block,
                 )
                 for own, sequence in zip(limits, sequences, strict=True)

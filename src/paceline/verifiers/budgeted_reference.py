@@ -1,13 +1,15 @@
 """The budgeted rule once more, written to be read: one path at a time, one token at a time.
 
-`budgeted.BudgetedVerifier` is held against this in the tests, and with one chain for a tree it is the
-published rule word for word.
+`budgeted.BudgetedVerifier` is held against this in the tests. For a chain of `value_horizon` tokens it is the
+published rule, but for the end of the text, which is the target's alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from collections.abc import Set
 from dataclasses import dataclass
+from math import isfinite
 
 from paceline.relaxation import Relaxation
 from paceline.tree import DraftTree
@@ -21,14 +23,21 @@ class ScannedPath:
     Attributes:
         nodes: kept nodes, parents first.
         regret: spent on them.
+        num_relaxed: how many of them are not the argmax.
     """
 
     nodes: tuple[int, ...]
     regret: float
+    num_relaxed: int
 
 
 def scan_path(
-    tree: DraftTree, path: Seq[int], logits: Seq[Seq[float]], limits: Relaxation, remaining: float
+    tree: DraftTree,
+    path: Seq[int],
+    logits: Seq[Seq[float]],
+    limits: Relaxation,
+    remaining: float,
+    eos_token_ids: Set[int] = frozenset(),
 ) -> ScannedPath:
     """Walk down a path until a token is refused.
 
@@ -38,6 +47,7 @@ def scan_path(
         logits: a row for every node of the tree.
         limits: of the request.
         remaining: what is left of its budget.
+        eos_token_ids: neither kept in place of the argmax, nor replaced where they are the argmax.
     """
     kept: list[int] = []
     regret, num_relaxed = 0.0, 0
@@ -45,24 +55,36 @@ def scan_path(
         row = logits[int(tree.parents[node])]
         token_id = int(tree.token_ids[node])
         highest = max(row)
-        if token_id != row.index(highest):
+        choice = row.index(highest)
+        if token_id != choice:
             own = highest - row[token_id]
+            is_possible = isfinite(own) and not {token_id, choice} & eos_token_ids
             value = float(limits.value_horizon - depth + 1)
             if limits.is_value_normalised:
                 value /= limits.value_horizon
             is_within_gate = value > 0 and own / value <= limits.max_regret_per_value
             is_within_budget = regret + own <= remaining + TOLERANCE
             is_within_cap = num_relaxed + 1 <= limits.max_relaxed_tokens_per_block
-            if limits.is_strict or not (is_within_gate and is_within_budget and is_within_cap):
+            is_within_limits = is_within_gate and is_within_budget and is_within_cap
+            if limits.is_strict or not (is_possible and is_within_limits):
                 break
             regret += own
             num_relaxed += 1
         kept.append(node)
-    return ScannedPath(tuple(kept), regret)
+    return ScannedPath(tuple(kept), regret, num_relaxed)
 
 
-def best_path(tree: DraftTree, logits: Seq[Seq[float]], limits: Relaxation, remaining: float) -> ScannedPath:
-    """Scan every root-to-leaf path; most tokens win, then least regret, then the lowest last node."""
+def best_path(
+    tree: DraftTree,
+    logits: Seq[Seq[float]],
+    limits: Relaxation,
+    remaining: float,
+    eos_token_ids: Set[int] = frozenset(),
+) -> ScannedPath:
+    """Scan every root-to-leaf path.
+
+    Most tokens win, then least regret, then fewest relaxed tokens, then the lowest last node.
+    """
     parents = tree.parents.tolist()
     leaves = [node for node in range(len(tree)) if node not in parents]
     scanned = []
@@ -72,5 +94,5 @@ def best_path(tree: DraftTree, logits: Seq[Seq[float]], limits: Relaxation, rema
         while node > 0:
             path.append(node)
             node = parents[node]
-        scanned.append(scan_path(tree, path[::-1], logits, limits, remaining))
-    return min(scanned, key=lambda found: (-len(found.nodes), found.regret, found.nodes[-1:]))
+        scanned.append(scan_path(tree, path[::-1], logits, limits, remaining, eos_token_ids))
+    return min(scanned, key=lambda f: (-len(f.nodes), f.regret, f.num_relaxed, f.nodes[-1:]))

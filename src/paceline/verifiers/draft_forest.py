@@ -2,7 +2,8 @@
 
 A lossy verifier decides for every node whether it may be kept provided that everything above it is. What is
 kept of a tree is then the deepest node without a refused one on its path: the path that yields most tokens,
-then the one with least regret, then the one of the lowest node. All of it is array code; nothing runs node by
+then the one with least regret, then the one with fewest relaxed tokens (equal logits cost nothing, and the
+argmax is as good), then the one of the lowest node. All of it is array code; nothing runs node by
 node but the climb along the chosen path.
 """
 
@@ -18,6 +19,21 @@ from paceline.tree import DraftTree
 
 Reals = NDArray[np.float64]
 Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """What is known of the path down to each of R nodes.
+
+    Attributes:
+        depths: float64 [R], 0 for roots.
+        regrets: float64 [R], summed over the nodes that are not the target's choice.
+        num_relaxed: float64 [R], how many those are.
+    """
+
+    depths: Reals
+    regrets: Reals
+    num_relaxed: Reals
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +91,20 @@ class DraftForest:
                 return sums
             above = higher
 
-    def best_ends(self, may_keep: Flags, depths: Reals, regrets: Reals) -> NDArray[np.int64]:
+    def best_ends(self, may_keep: Flags, paths: Paths) -> NDArray[np.int64]:
         """Row at which the best path of every tree ends.
 
         Args:
             may_keep: [R], whether the node may be kept provided that everything above it is; true for roots.
-            depths: [R].
-            regrets: [R], spent on the path down to each node.
+            paths: down to each node.
 
         Returns:
             int64 [B].
         """
         is_reached = self.path_sums((~may_keep)[None].astype(np.float64))[0] == 0
         rows = np.flatnonzero(is_reached)
-        order = rows[np.lexsort((rows, regrets[rows], -depths[rows], self.owners[rows]))]
+        keys = (rows, paths.num_relaxed[rows], paths.regrets[rows], -paths.depths[rows], self.owners[rows])
+        order = rows[np.lexsort(keys)]
         return order[np.searchsorted(self.owners[order], np.arange(len(self.roots)))]
 
     def least_regret_children(self, rows: NDArray[np.int64], regrets: Reals) -> NDArray[np.int64]:

@@ -12,15 +12,16 @@ import numpy as np
 from torch import Tensor
 
 from paceline.sequence import Sequence
-from paceline.verifiers.draft_forest import DraftForest
+from paceline.verifiers.draft_forest import DraftForest, Paths
 from paceline.verifiers.node_regrets import NodeRegrets
-from paceline.verifiers.relaxed import Judgement, Paths, RelaxedVerifier
+from paceline.verifiers.relaxed import Judgement, RelaxedVerifier
 
 
 class MarginVerifier(RelaxedVerifier):
     """Keeps whatever is close to the argmax."""
 
     name: ClassVar[str] = "margin"
+    limits: ClassVar[tuple[str, ...]] = ("max_regret",)
 
     def judge(
         self,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.kernels.selection import argmax_rows
 from paceline.sequence import Sequence
+from paceline.transfers import upload
 from paceline.verifiers.draft_forest import DraftForest
 
 
@@ -42,8 +43,8 @@ class NodeRegrets:
             logits: [R, V], processed, of all nodes; not modified.
             sequences: whose trees they are.
         """
-        packed = torch.from_numpy(np.stack([forest.parents, forest.token_ids])).to(logits.device)
-        parents, token_ids = packed.unbind()
+        packed = torch.from_numpy(np.stack([forest.parents, forest.token_ids]))
+        parents, token_ids = upload(packed, logits.device).unbind()
         chosen = argmax_rows(logits)
         best = logits.gather(1, chosen[:, None])[:, 0][parents]
         own = logits[parents, token_ids]

@@ -22,7 +22,7 @@ from paceline.errors import UnsupportedFeatureError
 from paceline.sequence import Refusal, Refused, RelaxedToken, Sequence, VerifyResult
 from paceline.tree import DraftTree
 from paceline.verifiers.base import tree_starts
-from paceline.verifiers.draft_forest import DraftForest, Flags, Reals
+from paceline.verifiers.draft_forest import DraftForest, Flags, Paths, Reals
 from paceline.verifiers.node_regrets import NodeRegrets
 
 
@@ -40,25 +40,12 @@ class Judgement:
     values: Reals | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Paths:
-    """What is known of the path down to each of R nodes.
-
-    Attributes:
-        depths: float64 [R], 0 for roots.
-        regrets: float64 [R], summed over the nodes that are not the target's choice.
-        num_relaxed: float64 [R], how many those are.
-    """
-
-    depths: Reals
-    regrets: Reals
-    num_relaxed: Reals
-
-
 class RelaxedVerifier:
     """Keeps, in each tree, the longest path that the rule of the subclass allows."""
 
     name: ClassVar[str]
+    limits: ClassVar[tuple[str, ...]]
+    """Fields of the request's `Relaxation` that the rule reads."""
     lossless: ClassVar[bool] = False
 
     def check(self, sequence: Sequence) -> None:
@@ -105,9 +92,9 @@ class RelaxedVerifier:
         amounts[1, is_banned] = 0.0
         paths = Paths(*forest.path_sums(amounts))
         judged = self.judge(forest, scores, paths, logits, sequences)
-        refusals = ((_END, scores.guards_end), (_GATE, is_banned), *judged.refusals)
+        refusals = ((_END, scores.guards_end), (_BANNED, is_banned), *judged.refusals)
         is_refused = np.logical_or.reduce([refused for _, refused in refusals])
-        ends = forest.best_ends(scores.is_choice | ~is_refused, paths.depths, paths.regrets)
+        ends = forest.best_ends(scores.is_choice | ~is_refused, paths)
         stopped_at = forest.least_regret_children(ends, scores.regrets)
         results = []
         for start, end, stopped in zip(starts, ends.tolist(), stopped_at.tolist(), strict=True):
@@ -128,7 +115,7 @@ class RelaxedVerifier:
 
 
 _END: Refused = "end_of_text"
-_GATE: Refused = "gate"
+_BANNED: Refused = "banned"
 
 
 def _relaxed_tokens(

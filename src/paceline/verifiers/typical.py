@@ -3,6 +3,9 @@
 A drafted token is kept when the target's probability of it, at temperature 1, exceeds
 min(epsilon, delta * exp(-entropy)) at its position: what is possible at all is enough where the target itself
 is undecided. Lossy, and nothing bounds what a request loses.
+
+It takes a softmax over the whole vocabulary of every row behind which something was drafted, and on CUDA it
+waits for the device once more: its time in the verifier is not that of the others.
 """
 
 from __future__ import annotations
@@ -15,15 +18,17 @@ import torch
 from torch import Tensor
 
 from paceline.sequence import Sequence
-from paceline.verifiers.draft_forest import DraftForest
+from paceline.transfers import upload
+from paceline.verifiers.draft_forest import DraftForest, Paths
 from paceline.verifiers.node_regrets import NodeRegrets
-from paceline.verifiers.relaxed import Judgement, Paths, RelaxedVerifier
+from paceline.verifiers.relaxed import Judgement, RelaxedVerifier
 
 
 class TypicalVerifier(RelaxedVerifier):
     """Keeps what the target finds typical in its place."""
 
     name: ClassVar[str] = "typical"
+    limits: ClassVar[tuple[str, ...]] = ("typical_epsilon", "typical_delta")
 
     def judge(
         self,
@@ -41,10 +46,17 @@ class TypicalVerifier(RelaxedVerifier):
         if drafted.size:
             # Only rows behind which something was drafted are normalised.
             above, places = np.unique(forest.parents[drafted], return_inverse=True)
-            probabilities = torch.softmax(logits[torch.from_numpy(above).to(logits.device)].float(), dim=-1)
-            entropies = torch.special.entr(probabilities).sum(-1).cpu().numpy()[places]
-            index = torch.from_numpy(np.stack([places, forest.token_ids[drafted]])).to(logits.device)
-            own = probabilities[index[0], index[1]].cpu().numpy()
+            device = logits.device
+            rows = logits.index_select(0, upload(torch.from_numpy(above), device))
+            probabilities = torch.softmax(rows.float(), dim=-1)
+            index = upload(torch.from_numpy(np.stack([places, forest.token_ids[drafted]])), device)
+            fetched = torch.stack(
+                [
+                    probabilities[index[0], index[1]],
+                    torch.special.entr(probabilities).sum(-1)[index[0]],
+                ]
+            )
+            own, entropies = fetched.cpu().numpy()
             owners = forest.owners[drafted]
             thresholds = np.minimum(epsilon[owners], delta[owners] * np.exp(-entropies))
             is_refused[drafted] = ~(own > thresholds)

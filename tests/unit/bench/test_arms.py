@@ -6,6 +6,7 @@ import pytest
 
 from paceline.bench.arms import ArmName, EngineArm, engine_arms
 from paceline.errors import ConfigError, UnsupportedFeatureError
+from paceline.registry import verifier_names
 
 
 def test_there_is_an_arm_for_every_drafter_verifier_and_width(generator_of):
@@ -53,3 +54,24 @@ def test_an_arm_ignores_penalties_of_the_models_own_configuration(generator_of, 
     generator = generator_of(default_parameters=SamplingParameters(repetition_penalty=5.0))
     arm = EngineArm(ArmName("none"), generator)
     assert list(arm.answer([(5, 6, 7)], 10)[0].token_ids) == oracle_of("llama", (5, 6, 7), 10)
+
+
+@pytest.mark.parametrize("verifier", verifier_names())
+def test_every_registered_verifier_runs_as_an_arm(generator_of, verifier):
+    arms = engine_arms(generator_of(), ["prompt_lookup"], list(dict.fromkeys(["greedy", verifier])), [4])
+    for arm in arms:
+        assert len(arm.answer([(5, 6, 7)], 6)[0].token_ids) == 6
+        assert len(arm.answer_fixed([(5, 6, 7)], 6)[0].token_ids) == 6
+
+
+def test_strict_verification_is_measured_again_behind_lossy_ones(generator_of):
+    arms = engine_arms(generator_of(), ["none", "prompt_lookup"], ["greedy", "budgeted", "margin:1"], [4])
+    assert [str(arm.name) for arm in arms] == [
+        "none/greedy",
+        "prompt_lookup/greedy/4",
+        "prompt_lookup/budgeted/4",
+        "prompt_lookup/margin:1/4",
+        "prompt_lookup/greedy/4#2",
+    ]
+    assert all(arm.is_scored for arm in arms)
+    assert arms[3].parameters.relaxation.max_regret == 1.0

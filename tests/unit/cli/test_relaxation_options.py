@@ -47,13 +47,33 @@ def test_bad_limits_are_refused_before_anything_is_loaded(options, error, named)
 
 
 @pytest.mark.parametrize(
-    ("verifier", "is_idle"), [(None, True), ("greedy", True), ("budgeted", False), ("margin", False)]
+    ("verifier", "options", "told"),
+    [
+        (None, {"risk_budget": 2.0}, "risk_budget changes nothing with verifier 'greedy'"),
+        ("greedy", {"preset": "stable"}, "preset changes nothing with verifier 'greedy'"),
+        ("budgeted", {"risk_budget": 2.0, "preset": "discovery"}, ""),
+        ("budgeted", {"max_regret": 2.0}, "max_regret changes nothing with verifier 'budgeted'"),
+        ("margin", {"max_regret": 2.0}, ""),
+        (
+            "margin",
+            {"max_regret": 2.0, "risk_budget": 1.0},
+            "risk_budget changes nothing with verifier 'margin'",
+        ),
+        ("typical", {"preset": "discovery"}, "preset changes nothing with verifier 'typical'"),
+        ("typical", {"typical_delta": 0.1}, ""),
+    ],
 )
-def test_says_when_the_limits_change_nothing(generator_of, capsys, verifier, is_idle):
+def test_says_when_limits_change_nothing(generator_of, capsys, verifier, options, told):
     generator = generator_of("llama")
     generator.verifier = verifier
-    asked = RelaxationOptions(risk_budget=2.0).applied(SamplingParameters(), generator)
-    assert asked.relaxation.risk_budget == 2.0
-    assert ("risk_budget changes nothing" in capsys.readouterr().err) == is_idle
-    RelaxationOptions().applied(SamplingParameters(), generator)
+    given = RelaxationOptions(**options)
+    assert given.applied(SamplingParameters(), generator).relaxation == given.relaxation()
+    err = capsys.readouterr().err
+    assert told in err
+    assert bool(err) == bool(told)
+
+
+def test_without_options_the_requests_own_limits_stay(generator_of, capsys):
+    own = SamplingParameters(relaxation=Relaxation(risk_budget=3.0))
+    assert RelaxationOptions().applied(own, generator_of("llama")) == own
     assert not capsys.readouterr().err

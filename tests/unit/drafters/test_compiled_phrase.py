@@ -38,10 +38,12 @@ def make_head(num_entries: int, seed: int = 0, dtype: torch.dtype = torch.float3
     return head.eval().requires_grad_(False)
 
 
-def in_torch(head: PhraseHead, trie: TokenTrie, entries, inputs: torch.Tensor, roots, max_nodes: int):
+def in_torch(
+    head: PhraseHead, trie: TokenTrie, entries, inputs: torch.Tensor, roots, max_nodes: int, **settings
+):
     """The same arithmetic in torch, and the table of embeddings that both read."""
     return PhraseTrees(head, trie, entries, lambda ids: embeddings_of(head)[ids]).draft(
-        inputs, roots, max_nodes
+        inputs, roots, max_nodes, **settings
     )
 
 
@@ -75,16 +77,24 @@ def compiled_of(head: PhraseHead, trie: TokenTrie, entries) -> CompiledPhrases:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    phrases, st.integers(1, 40), st.integers(1, 19), st.integers(0, 2**31), st.sampled_from([0.0, 0.4, 1.0])
+    phrases,
+    st.integers(1, 40),
+    st.integers(1, 19),
+    st.integers(0, 2**31),
+    st.sampled_from([0.0, 0.4, 1.0]),
+    st.booleans(),
 )
-def test_trees_are_those_of_torch(entries, max_nodes, num_rows, seed, chained):
+def test_trees_are_those_of_torch(entries, max_nodes, num_rows, seed, chained, has_chains):
     """Any vocabulary size, any number of sequences and of nodes, one phrase or two."""
     num_chained = min(len(entries), math.ceil(chained * len(entries)))
     trie, head = TokenTrie(entries), make_head(len(entries), seed, chain_entries=num_chained)
     inputs = torch.randn(num_rows, 64, generator=torch.Generator().manual_seed(seed))
     roots = list(range(num_rows))
-    drafted = compiled_of(head, trie, entries).draft(inputs, roots, max_nodes)
-    expected = in_torch(head, trie, entries, inputs, roots, max_nodes)
+    compiled = compiled_of(head, trie, entries)
+    # What the call before left in the buffers, with second phrases or without, has no effect.
+    compiled.draft(inputs, roots, max_nodes, has_chains=not has_chains)
+    drafted = compiled.draft(inputs, roots, max_nodes, has_chains=has_chains)
+    expected = in_torch(head, trie, entries, inputs, roots, max_nodes, has_chains=has_chains)
     for ours, reference in zip(drafted, expected, strict=True):
         check_tree(ours)
         assert_same_paths(ours, reference, 1e-4)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from conftest import PROMPTS
-from paceline.drafters.phrase import PhraseDrafter
+from paceline.drafters.phrase import CHAINED_SEQUENCES, PhraseDrafter
 from paceline.engine.speculate import SpeculativeEngine
 from paceline.errors import CheckpointError, ConfigError
 from paceline.heads import checkpoint
@@ -276,3 +276,23 @@ def test_a_head_of_another_shape_is_refused(target, vocabulary):
     foreign = replace(vocabulary, token_ids=(*vocabulary.token_ids[:-1], (96,)))
     with pytest.raises(CheckpointError, match="token id 96, the target has ids 0 to 95"):
         PhraseDrafter(target, loaded(foreign))
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "has_chains"), [(CHAINED_SEQUENCES, True), (CHAINED_SEQUENCES + 1, False)]
+)
+def test_large_batches_are_drafted_without_second_phrases(
+    target, vocabulary, monkeypatch, num_sequences, has_chains
+):
+    drafter = PhraseDrafter(target, loaded(vocabulary, chain_entries=len(vocabulary)))
+    asked = []
+    draft = drafter._trees.draft
+
+    def note(inputs, roots, max_nodes, *, has_chains):
+        asked.append(has_chains)
+        return draft(inputs, roots, max_nodes, has_chains=has_chains)
+
+    monkeypatch.setattr(drafter._trees, "draft", note)
+    run(target, drafter, [list(range(5 + i, 12 + i)) for i in range(num_sequences)])
+    assert asked[0] == has_chains
+    assert set(asked) <= {True, has_chains}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.kernels import build
-from paceline.kernels.cache import compact_rows
+from paceline.kernels.cache import compact_rows, copy_lane
 
 PATHS = [[1, 2, 3], [3], [1, 4, 9], [2, 3, 4, 11], []]
 
@@ -34,4 +34,13 @@ def test_rows_that_are_not_contiguous_are_left_to_torch():
     expected = cache.clone()
     expected[:, 0, :, 6] = cache[:, 0, :, 8]
     compact_rows(cache[:, 0], 5, [3])
+    assert torch.equal(cache, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_slot_is_copied_over_another_and_nothing_else(dtype):
+    cache = torch.randn(6, 3, 2, 20, 16).to(dtype)  # [G, slots, H, S, D]
+    expected = cache.clone()
+    expected[:, 0, :, :7] = cache[:, 2, :, :7]
+    copy_lane(cache[:, 2, :, :7], cache[:, 0, :, :7])
     assert torch.equal(cache, expected)

@@ -1,0 +1,63 @@
+"""Programs that a model wrote run apart, in time, with little."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from time import monotonic
+
+import pytest
+
+from paceline.bench.sandbox import runs_without_error
+
+ON_LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of Linux")
+
+
+@pytest.mark.parametrize(
+    ("program", "is_fine"),
+    [
+        ("x = 1 + 1\nassert x == 2", True),
+        ("assert False", False),
+        ("def f(:", False),
+        ("import sys\nsys.exit(0)", True),
+        ("import sys\nsys.exit(3)", False),
+        ("print('out'); import sys; print('err', file=sys.stderr); input", True),
+        ("input()", False),
+    ],
+)
+def test_says_whether_a_program_ends_without_error(program, is_fine):
+    assert runs_without_error(program) is is_fine
+
+
+def test_an_endless_program_is_stopped_with_its_children(tmp_path):
+    alive = tmp_path / "alive"
+    child = f"import time; time.sleep(3); open({str(alive)!r}, 'w')"
+    program = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {child!r}])\nwhile True: pass"
+    started = monotonic()
+    assert not runs_without_error(program, timeout_seconds=1.0)
+    assert monotonic() - started < 3
+    while monotonic() - started < 4:
+        pass
+    assert not alive.exists()
+
+
+def test_neither_environment_nor_folder_are_those_of_the_caller(monkeypatch):
+    monkeypatch.setenv("PACELINE_SECRET", "42")
+    program = (
+        f"import os\nassert 'PACELINE_SECRET' not in os.environ\nassert os.getcwd() != {str(Path.cwd())!r}"
+    )
+    assert runs_without_error(program)
+
+
+@ON_LINUX
+@pytest.mark.parametrize(
+    "program",
+    [
+        "x = bytearray(6 << 30)",
+        "open('big', 'wb').write(bytes(4 << 20))",
+        "files = [open('/dev/null') for _ in range(100)]",
+    ],
+    ids=["memory", "file", "files"],
+)
+def test_memory_files_and_their_size_are_limited(program):
+    assert not runs_without_error(program)
