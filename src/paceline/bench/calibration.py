@@ -12,6 +12,7 @@ others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from paceline.sampling import SamplingParameters
 
 Reals = NDArray[np.float64]
 BUDGETED = "budgeted"
+REJECTED, BEYOND = "rejected", "beyond_horizon"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,8 @@ class Calibration:
         num_answers: answers given.
         num_tokens: their tokens.
         num_rounds: rounds in which something was drafted.
-        reasons: how often a round ended for each reason.
+        reasons: how often a round ended for each reason: `rejected`, `beyond_horizon` (likewise, but too deep
+            to have a suffix value), and those of `sequence.Refused`.
         regrets: float64 [n], regret of each rejected node, the least among its siblings.
         values: float64 [n], its suffix value.
     """
@@ -126,9 +129,10 @@ def calibrate(
     """
     if generator.verifier != BUDGETED:
         raise ConfigError(f"verifier is {generator.verifier!r}: calibration reads what {BUDGETED!r} refuses")
+    open_gate = {"max_regret_per_value": math.inf, "max_relaxed_tokens_per_block": 1 << 30}
+    empty = {"risk_budget": 0.0, "risk_budget_per_token": 0.0}
     strict = SamplingParameters(
-        max_new_tokens=max_new_tokens,
-        relaxation=limits.updated({"risk_budget": 0.0, "risk_budget_per_token": 0.0}),
+        max_new_tokens=max_new_tokens, relaxation=limits.updated({**open_gate, **empty})
     )
     reasons: dict[str, int] = {}
     found: list[tuple[float, float]] = []
@@ -142,8 +146,11 @@ def calibrate(
                 if refusal is None or not outcome.tree.num_draft_tokens or answer.sequence.is_finished:
                     continue
                 num_rounds += 1
-                reasons[refusal.reason] = reasons.get(refusal.reason, 0) + 1
-                if refusal.reason == "gate" and np.isfinite(refusal.regret) and refusal.value > 0:
+                # With an open gate and an empty budget that is what a mere difference is refused by.
+                is_rejection = refusal.reason == "budget"
+                reason = REJECTED if is_rejection else BEYOND if refusal.reason == "gate" else refusal.reason
+                reasons[reason] = reasons.get(reason, 0) + 1
+                if is_rejection:
                     found.append((refusal.regret, refusal.value))
         num_tokens += len(answer.sequence.output_ids)
         on_answer(number)

@@ -17,7 +17,7 @@ from paceline.bench.arms import ArmName
 from paceline.bench.intervals import Bootstrap, Interval
 from paceline.bench.quality import repeated_ngrams
 from paceline.bench.records import FIXED, NATURAL, GroupRecord, TurnRecord
-from paceline.bench.rows import PLAIN, answers_of, complete_tables, is_lossy, strict_arm
+from paceline.bench.rows import answers_of, complete_tables, is_lossy, strict_arm
 from paceline.bench.tasks import Grader
 
 Amounts = list[float]
@@ -90,7 +90,7 @@ class LossyRow:
 def lossy_rows(
     records: Iterable[GroupRecord], arms: Seq[ArmName], seed: int, graders: Mapping[str, Grader]
 ) -> list[LossyRow]:
-    """A row for every arm that drafts, where lossy ones are among them; else none.
+    """A row for every lossy arm and for the strict ones that draft alike.
 
     Args:
         records: of the whole run.
@@ -98,8 +98,9 @@ def lossy_rows(
         seed: of the intervals.
         graders: by suite; suites without one have no accuracy.
     """
-    drafting = [arm for arm in arms if strict_arm(arm, arms) is not None and arm.drafter != PLAIN]
-    if not any(map(is_lossy, drafting)):
+    compared = {strict_arm(arm, arms) for arm in arms if is_lossy(arm)} - {None}
+    drafting = [arm for arm in arms if strict_arm(arm, arms) in compared]
+    if not drafting:
         return []
     records = list(records)
     rows: list[LossyRow] = []

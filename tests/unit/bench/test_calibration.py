@@ -69,7 +69,7 @@ def test_rejections_are_those_of_strict_decoding(target_of, tokenizer, oracle_of
     assert set(found.values) == {5.0}
     assert (found.regrets > 0).all()
     # Three tokens a round; what the last one rejects is cut off with it.
-    assert found.reasons == {"gate": 3 * (NUM_NEW // 3 - 1)}
+    assert found.reasons == {"rejected": 3 * (NUM_NEW // 3 - 1)}
 
 
 def test_another_verifier_and_a_drafter_without_drafts_are_refused(generator_of):
