@@ -184,11 +184,14 @@ class DraftTree:
         new_index = np.full(len(self) + 1, -1, dtype=np.int64)
         new_index[kept] = np.arange(kept.shape[0])
         # parents[0] is -1, which reads the last entry of new_index: -1 again.
-        return DraftTree(
+        tree = DraftTree(
             torch.from_numpy(self.token_ids.numpy()[kept]),
             torch.from_numpy(new_index[self.parents.numpy()[kept]]),
             torch.from_numpy((self.node_values.numpy() if node_values is None else node_values)[kept]),
         )
+        if "depths" in self.__dict__:
+            tree.__dict__["depths"] = torch.from_numpy(self.depths.numpy()[kept])
+        return tree
 
     @classmethod
     def root_only(cls, token_id: int) -> DraftTree:

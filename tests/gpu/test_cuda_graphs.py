@@ -138,16 +138,28 @@ def phrase_drafter(target, tokenizer):
     return PhraseDrafter(target, LoadedHead(head, vocabulary, head.config, provenance))
 
 
-@pytest.mark.parametrize(("drafter", "allowed"), [("none", 1), ("prompt_lookup", 1), ("phrase", 2)])
-def test_a_round_waits_for_the_device_as_often_as_documented(drafter, allowed, tokenizer):
-    """Once for the verdict, and once for a tree that is drafted on the device."""
+@pytest.mark.parametrize(
+    ("drafter", "verifier", "allowed"),
+    [
+        ("none", "greedy", 1),
+        ("prompt_lookup", "greedy", 1),
+        ("prompt_lookup", "budgeted", 1),
+        ("prompt_lookup", "margin", 1),
+        ("prompt_lookup", "typical", 2),
+        ("phrase", "greedy", 2),
+    ],
+)
+def test_a_round_waits_for_the_device_as_often_as_documented(drafter, verifier, allowed, tokenizer):
+    """Once for the verdict, and once for a tree that is drafted on the device or for typical acceptance."""
     target = target_of("llama")
     drafters = {
         "none": lambda: NoDrafter(),
         "prompt_lookup": lambda: PromptLookupDrafter.build(target, None, 8),
         "phrase": lambda: phrase_drafter(target, tokenizer),
     }
-    generator = Generator(target, tokenizer, drafters[drafter](), num_speculative_tokens=12)
+    generator = Generator(
+        target, tokenizer, drafters[drafter](), verifier=verifier, num_speculative_tokens=12
+    )
     answers = [generator.open(list(p), GREEDY) for p in PROMPTS[:2]]
     counts = []
     while generator.engine.has_work:

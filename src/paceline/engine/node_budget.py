@@ -41,12 +41,14 @@ Reals = NDArray[np.float64]
 
 MAX_NODES = 64
 """Most nodes that a drafter is asked for under the adaptive budget."""
-LEAST_ASKED = 4
+LEAST_ASKED = 8
 """Nodes that it is asked for at least."""
-ASKED_PER_KEPT = 2
+ASKED_PER_KEPT = 1.5
 """Further ones, for each that a sequence kept lately."""
 FIRST_KEPT = 8
 """What a sequence is taken to keep before anything was seen."""
+KEPT_DECAY = 0.8
+"""Of the most that one kept, per drafted round."""
 MAX_DEPTH = 32
 LENGTH_STEP = 64
 """Cached tokens after which costs are read off anew."""
@@ -186,7 +188,7 @@ class AdaptiveBudget:
         self._measured = MeasuredCost(measured_plain, float(extra[best]))
         kept = grove.take_of_each(best) if self._pads else grove.take(best)
         most = max(tree.num_draft_tokens for tree in kept)
-        self._most_kept = max(most, WINDOW_DECAY * self._most_kept)
+        self._most_kept = max(most, KEPT_DECAY * self._most_kept)
         return kept
 
     def observe(self, trees: Seq[DraftTree], results: Seq[VerifyResult], timing: RoundTiming) -> None:
@@ -203,10 +205,13 @@ class AdaptiveBudget:
             return
         self._claimed = PRIOR + DECAY * (self._claimed - PRIOR)
         self._accepted = PRIOR + DECAY * (self._accepted - PRIOR)
-        levels = np.minimum(_joined([tree.depths for tree in trees]), MAX_DEPTH)
-        # What was verified had been corrected; roots stand at level 0 and count nowhere.
-        claimed = _joined([tree.node_values for tree in trees]) / self._factors[levels]
-        self._claimed += np.bincount(levels, claimed, MAX_DEPTH + 1)[1:]
+        # Lists, for the same reason. What was verified had been corrected; roots, at level 0, count nowhere.
+        claimed, factors = [0.0] * (MAX_DEPTH + 1), self._factors.tolist()
+        for tree in trees:
+            for depth, value in zip(tree.depths.tolist(), tree.node_values.tolist(), strict=True):
+                level = min(depth, MAX_DEPTH)
+                claimed[level] += value / factors[level]
+        self._claimed += claimed[1:]
         for result in results:
             if result.accepted_ids:
                 self._accepted[: len(result.accepted_ids)] += 1.0
