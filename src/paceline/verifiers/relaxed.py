@@ -10,6 +10,7 @@ which no regret measures.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import ClassVar
@@ -40,7 +41,7 @@ class Judgement:
     values: Reals | None = None
 
 
-class RelaxedVerifier:
+class RelaxedVerifier(ABC):
     """Keeps, in each tree, the longest path that the rule of the subclass allows."""
 
     name: ClassVar[str]
@@ -56,6 +57,7 @@ class RelaxedVerifier:
                 "temperature 0, or verifier 'sampling'"
             )
 
+    @abstractmethod
     def judge(
         self,
         forest: DraftForest,
@@ -73,7 +75,6 @@ class RelaxedVerifier:
             logits: [R, V], processed.
             sequences: one per tree.
         """
-        raise NotImplementedError
 
     def verify(self, trees: Seq[DraftTree], logits: Tensor, sequences: Seq[Sequence]) -> list[VerifyResult]:
         """Keep the path of each tree that yields most tokens, then spends least regret, then comes first."""
@@ -110,7 +111,7 @@ class RelaxedVerifier:
             )
         return results
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: Sequence) -> None:  # noqa: B027 - nothing to do for any of the family
         """Nothing is remembered here: the ledger is the sequence's own."""
 
 
