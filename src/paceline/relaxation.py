@@ -15,6 +15,8 @@ from paceline.config import check_known, nearest_name
 from paceline.errors import ConfigError, RequestError
 
 DEFAULT_VALUE_HORIZON = 7
+DEFAULT_REGRET_PRICE = 3.0
+"""Tokens that a logit of regret must bring; chosen on training prompts, see docs/algorithms/budgeted.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class Relaxation:
         value_horizon: D; a drafted token at depth d (1 behind the root) has suffix value D - d + 1, whatever
             the tree at hand looks like, and beyond D none.
         is_value_normalised: suffix values are divided by D.
+        regret_price: tokens that a path must yield more for every logit of regret that it costs more; 0
+            takes the longest path whatever it costs; finite.
         typical_epsilon: probability that is always enough for verifier `typical`.
         typical_delta: the factor of exp(-entropy) that is enough there as well.
         max_regret: most regret of one token for verifier `margin`.
@@ -42,6 +46,7 @@ class Relaxation:
     max_relaxed_tokens_per_block: int = 2
     value_horizon: int = DEFAULT_VALUE_HORIZON
     is_value_normalised: bool = False
+    regret_price: float = DEFAULT_REGRET_PRICE
     typical_epsilon: float = 0.3
     typical_delta: float = 0.09
     max_regret: float = 0.5
@@ -55,8 +60,9 @@ class Relaxation:
                     raise RequestError(f"{field.name} is {value!r}: it must be true or false")
             elif isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
                 raise RequestError(f"{field.name} is {value!r}: it must be a number of at least 0")
-        if self.risk_budget_per_token == float("inf"):
-            raise RequestError("risk_budget_per_token is inf: it must be finite, risk_budget may be infinite")
+        for name in ("risk_budget_per_token", "regret_price"):
+            if getattr(self, name) == float("inf"):
+                raise RequestError(f"{name} is inf: it must be finite")
         if not isinstance(self.value_horizon, int) or self.value_horizon < 1:
             raise RequestError(
                 f"value_horizon is {self.value_horizon!r}: it must be a whole number of at least 1"
@@ -103,7 +109,7 @@ DEFAULT_RELAXATION = Relaxation()
 PRESETS: Mapping[str, Relaxation] = MappingProxyType(
     {
         "stable": DEFAULT_RELAXATION,
-        "discovery": Relaxation(risk_budget=12.0, max_regret_per_value=0.5),
+        "discovery": Relaxation(risk_budget=12.0, max_regret_per_value=0.5, regret_price=1.0),
         # With normalised values the published pair is one number twice: the 25th percentile of regret over
         # value at the first rejection, measured for another target. `paceline calibrate` finds it for one's
         # own. (That variant also refuses equal logits once its budget is spent to the last bit.)
@@ -113,7 +119,8 @@ PRESETS: Mapping[str, Relaxation] = MappingProxyType(
             max_relaxed_tokens_per_block=1,
             value_horizon=5,
             is_value_normalised=True,
+            regret_price=0.0,
         ),
     }
 )
-"""Published profiles of the budgeted verifier."""
+"""Published profiles of the budgeted verifier; the price of regret, which trees need, is ours."""

@@ -17,8 +17,9 @@ from paceline.sampling import SamplingParameters
 from paceline.tree import DraftTree
 
 FinishReason = Literal["stop", "length"]
-Refused = Literal["leaf", "gate", "budget", "cap", "banned", "end_of_text", "threshold"]
-"""Why a path ends where it does: nothing is drafted behind it (`leaf`), or what refused the best node."""
+Refused = Literal["leaf", "gate", "budget", "cap", "banned", "end_of_text", "threshold", "price"]
+"""Why a path ends where it does: nothing is drafted behind it (`leaf`), what refused the best node, or that
+going on was not worth its regret (`price`)."""
 
 
 @dataclass(frozen=True, slots=True)

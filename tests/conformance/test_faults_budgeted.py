@@ -39,7 +39,7 @@ def generator_with(target_of, tokenizer, oracle_of):
 )
 def test_a_budget_of_nothing_is_exact(generator_with, oracle_of, strict, wrong, decoys):
     """Row 39: off is byte-identical, statistics of the rounds included."""
-    limits = Relaxation(risk_budget=1e6, max_regret_per_value=1e6).updated(strict)
+    limits = Relaxation(risk_budget=1e6, max_regret_per_value=1e6, regret_price=0.0).updated(strict)
     lossy, exact = generator_with("budgeted", wrong, decoys), generator_with("greedy", wrong, decoys)
     for prompt in PROMPTS:
         found = lossy.generate(prompt, replace(GREEDY, relaxation=limits))
@@ -59,7 +59,7 @@ def test_a_request_spends_no_more_than_its_budget_and_accepts_no_less(
 ):
     """Row 39: spending is bounded over the whole request; no round is shorter than exact on its drafts."""
     generator = generator_with("budgeted", wrong, decoys)
-    limits = Relaxation(risk_budget=budget, max_regret_per_value=1e6)
+    limits = Relaxation(risk_budget=budget, max_regret_per_value=1e6, regret_price=0.0)
     answer = generator.open(PROMPTS[0], replace(GREEDY, relaxation=limits))
     sequence = answer.sequence
     verifier_of = generator.engine._verifiers["budgeted"]
@@ -95,7 +95,7 @@ def test_origins_are_true_under_penalties_and_an_end_of_text(
         GREEDY,
         eos_token_ids=(written[25],),
         repetition_penalty=penalty,
-        relaxation=Relaxation(risk_budget=20.0, max_regret_per_value=1e6),
+        relaxation=Relaxation(risk_budget=20.0, max_regret_per_value=1e6, regret_price=0.0),
     )
     generator = generator_with("budgeted", 2, decoys)
     events = list(generator.stream(PROMPTS[2], asked))
@@ -120,7 +120,11 @@ def test_origins_are_true_under_penalties_and_an_end_of_text(
 def test_verifiers_of_all_kinds_share_one_batch(generator_with):
     """Row 39: a budget per request; each answer is what its request gets alone."""
     generator = generator_with("budgeted", 2, True)
-    limits = [Relaxation(risk_budget=0.0), Relaxation(max_regret_per_value=1e6), Relaxation(risk_budget=1.0)]
+    limits = [
+        Relaxation(risk_budget=0.0),
+        Relaxation(max_regret_per_value=1e6, regret_price=0.0),
+        Relaxation(risk_budget=1.0),
+    ]
     asked = [replace(GREEDY, relaxation=own) for own in limits]
     alone = [generator.generate(p, own).token_ids for p, own in zip(PROMPTS, asked, strict=True)]
     together = generator.generate_batch(list(PROMPTS), asked)

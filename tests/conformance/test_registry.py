@@ -25,7 +25,9 @@ SAMPLED = SamplingParameters(max_new_tokens=NUM_NEW, temperature=0.9, top_k=20, 
 REQUESTS = {"greedy": GREEDY, "sampling": SAMPLED, "budgeted": GREEDY, "typical": GREEDY, "margin": GREEDY}
 # Limits under which nothing is relaxed, and some under which much is, in logits of tiny models.
 STRICT = Relaxation(risk_budget=0.0, typical_epsilon=1.0, typical_delta=1e9, max_regret=0.0)
-LOOSE = Relaxation(risk_budget=30.0, max_regret_per_value=1e3, typical_epsilon=1e-4, max_regret=1e3)
+LOOSE = Relaxation(
+    risk_budget=30.0, max_regret_per_value=1e3, regret_price=0.0, typical_epsilon=1e-4, max_regret=1e3
+)
 LOSSLESS = [name for name in verifier_names() if verifier_class(name).lossless]
 LOSSY = sorted({*verifier_names()} - {*LOSSLESS})
 ARCHITECTURES = sorted(set(TINY_ARCHITECTURES) - {"gpt2-short"})

@@ -271,7 +271,7 @@ LOSSY = BenchmarkOptions(
     limit=3,
     max_new_tokens=12,
     drafters=("none", "prompt_lookup"),
-    verifiers=("greedy", "budgeted:1000/1000/9", "margin:0"),
+    verifiers=("greedy", "budgeted:1000/1000/9/0/0", "margin:0"),
     widths=(4,),
 )
 
@@ -284,9 +284,13 @@ def test_lossy_verifiers_are_timed_on_fixed_work_and_judged_on_natural_ends(gene
     for work in ("natural", "fixed"):
         order = [r["key"]["arm"] for r in stored if r["key"]["group"] == 0 and r["key"]["work"] == work]
         own = [arm for arm in order if arm.startswith("prompt_lookup")]
-        assert own[0] == "prompt_lookup/greedy/4"
-        assert own[-1] == "prompt_lookup/greedy/4#2"
-        assert ("hf_generate/greedy" in order) == (work == "natural")
+        if work == "fixed":
+            assert own[0] == "prompt_lookup/greedy/4"
+            assert own[-1] == "prompt_lookup/greedy/4#2"
+        else:
+            assert "prompt_lookup/greedy/4#2" not in own, "it would give the same answers"
+        # Neither generate() nor plain decoding has drafts to be verified.
+        assert [name in order for name in ("hf_generate/greedy", "none/greedy")] == [work == "natural"] * 2
     fixed = [turn for r in stored if r["key"]["work"] == "fixed" for turn in r["turns"]]
     assert {len(turn["token_ids"]) for turn in fixed} == {12}
     assert all(
@@ -298,10 +302,10 @@ def test_lossy_verifiers_are_timed_on_fixed_work_and_judged_on_natural_ends(gene
     )
     rows = {(row.verifier, row.is_repeat): row for row in report.lossy}
     assert list(rows) == [
-        ("greedy", False), ("budgeted:1000/1000/9", False), ("margin:0", False), ("greedy", True)
+        ("greedy", False), ("budgeted:1000/1000/9/0/0", False), ("margin:0", False), ("greedy", True)
     ]  # fmt: skip
-    off, free = rows["margin:0", False], rows["budgeted:1000/1000/9", False]
-    assert (off.differing, off.relaxed_per_token.value, off.log_prob_change.value) == (0.0, 0.0, 0.0)
+    off, free = rows["margin:0", False], rows["budgeted:1000/1000/9/0/0", False]
+    assert (off.differing.value, off.relaxed_per_token.value, off.log_prob_change.value) == (0.0, 0.0, 0.0)
     assert free.relaxed_per_token.value > 0
     assert free.accepted_per_round.value > off.accepted_per_round.value
     assert free.log_prob_change.value < 0
@@ -323,6 +327,8 @@ def test_an_interrupted_lossy_run_goes_on(generator, tmp_path):
     assert len(path.read_text().split("\n")) == len(lines) + 1
 
 
-def test_lossy_verifiers_need_the_strict_one_beside_them():
+def test_lossy_verifiers_need_the_strict_one_beside_them_and_drafts():
+    with pytest.raises(ConfigError, match="need a drafter that drafts"):
+        BenchmarkOptions(drafters=("none",), verifiers=("greedy", "budgeted"))
     with pytest.raises(ConfigError, match="compared with 'greedy'"):
         BenchmarkOptions(verifiers=("budgeted",))

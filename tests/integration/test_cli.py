@@ -239,7 +239,8 @@ def test_calibrate_prints_limits_and_writes_what_it_found(run, tmp_path):
     data = tmp_path / "own.jsonl"
     data.write_text('{"prompt": "one two one two one two"}\n{"prompt": "a b a b a b"}\n')
     words = ["--drafter", "prompt_lookup", "--data", str(data), "--out", str(tmp_path / "out")]
-    code, out, err = run("calibrate", *words, "--max-new-tokens", "24", "--num-speculative-tokens", "4")
+    words += ["--max-new-tokens", "24", "--num-speculative-tokens", "4", "--regret-prices", "1,4"]
+    code, out, err = run("calibrate", *words)
     assert code == 0
     assert "percentile 25: --max-regret-per-value" in out
     assert "loss 0.02 a token" in out
@@ -247,6 +248,26 @@ def test_calibrate_prints_limits_and_writes_what_it_found(run, tmp_path):
     stored = json.loads((tmp_path / "out" / "calibration.json").read_text())
     assert stored["num_answers"] == 2
     assert stored["settings"]["drafter"] == "prompt_lookup"
+    assert [trial["limits"]["regret_price"] for trial in stored["trials"]] == [1, 4]
+
+
+def test_calibrate_reads_the_file_it_is_given_and_refuses_wishes_first(run, tmp_path):
+    """A file of the name of a built-in suite is the user's all the same."""
+    data = tmp_path / "builtin.jsonl"
+    data.write_text('{"prompt": "one two one two one two"}\n')
+    words = ["--drafter", "prompt_lookup", "--data", str(data), "--out", str(tmp_path / "out")]
+    words += ["--max-new-tokens", "16", "--num-speculative-tokens", "4", "--value-horizon", "3"]
+    code, out, _ = run("calibrate", *words, "--regret-prices", "")
+    assert code == 0
+    assert "--value-horizon 3" in out
+    stored = json.loads((tmp_path / "out" / "calibration.json").read_text())
+    assert (stored["num_answers"], stored["trials"]) == (1, [])
+    code, _, err = run("calibrate", *words, "--loss-per-token", "0")
+    assert code != 0
+    assert "--loss-per-token 0" in err
+    code, _, err = run("calibrate", *words, "--regret-prices", "1,x")
+    assert code != 0
+    assert "--regret-prices is '1,x'" in err
 
 
 @pytest.fixture

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Protocol
 
 from paceline.bench.verifier_specs import VerifierSpec
+from paceline.config import AUTO_WIDTH
+from paceline.engine.forward_cost import measured_cost
 from paceline.engine.generator import Generator
-from paceline.engine.node_budget import budget_of
+from paceline.engine.node_budget import AdaptiveBudget, NodeBudget, budget_of
 from paceline.engine.stats import GenerationStatistics
 from paceline.errors import UnsupportedFeatureError
 from paceline.registry import drafter_class
@@ -22,6 +24,8 @@ from paceline.sampling import SamplingParameters
 
 STRICT = "greedy"
 """Verifier that lossy ones are compared with."""
+PLAIN = "none"
+"""Drafter of plain decoding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +164,22 @@ def engine_arms(
     arms: list[Arm] = []
     specs = [VerifierSpec.read(verifier) for verifier in verifiers]
     is_lossy = any(spec.is_lossy for spec in specs)
+    # Measured once: every arm that weighs forwards weighs them alike, on a machine that is too busy to keep
+    # what it measured as well.
+    is_weighed = AUTO_WIDTH in widths and any(drafter != PLAIN for drafter in drafters)
+    cost = measured_cost(generator.target, progress=progress) if is_weighed else None
+
+    def budget_for(width: int | str) -> NodeBudget:
+        if width == AUTO_WIDTH and cost is not None:
+            return AdaptiveBudget(cost, pads=generator.target.pads_rows)
+        return budget_of(width, generator.target)
+
     for text in drafters:
         drafter, _, folder = text.partition(":")
         build = drafter_class(drafter)
         own_head = Path(folder) if folder else head if drafter not in ("none", "prompt_lookup") else None
         for width in widths if drafter != "none" else (0,):
-            built = build.build(
-                generator.target, own_head, budget_of(width, generator.target, progress).max_nodes
-            )
+            built = build.build(generator.target, own_head, budget_for(width).max_nodes)
             own: list[EngineArm] = []
             for spec in specs:
                 if drafter == "none" and spec.is_lossy:
@@ -178,26 +190,27 @@ def engine_arms(
                     width if drafter != "none" else None,
                     str(own_head) if folder else None,
                 )
-                shared = Generator(
-                    generator.target,
-                    generator.tokenizer,
-                    built,
-                    eos_token_ids=tuple(generator.eos_token_ids),
-                    verifier=spec.name,
-                    num_speculative_tokens=width,
-                    max_batch_size=max_batch_size,
-                )
-                parameters = SamplingParameters(
-                    temperature=temperature if spec.name == "sampling" else 0.0,
-                    seed=seed,
-                    relaxation=spec.relaxation,
-                )
-                own.append(EngineArm(name, shared, parameters, is_scored=is_lossy))
-            strict = next((arm for arm in own if arm.name.verifier == STRICT), None)
-            if strict is not None and is_lossy and drafter != "none":
-                again = replace(strict.name, repeat=2)
-                own.append(EngineArm(again, strict.generator, strict.parameters, is_scored=True))
-            arms += own
+                repeats = (1, 2) if name.verifier == STRICT and is_lossy and drafter != "none" else (1,)
+                for repeat in repeats:
+                    # What a budget learns from one arm's rounds is not to help another.
+                    decoder = Generator(
+                        generator.target,
+                        generator.tokenizer,
+                        built,
+                        eos_token_ids=tuple(generator.eos_token_ids),
+                        verifier=spec.name,
+                        num_speculative_tokens=budget_for(width),
+                        max_batch_size=max_batch_size,
+                    )
+                    parameters = SamplingParameters(
+                        temperature=temperature if spec.name == "sampling" else 0.0,
+                        seed=seed,
+                        relaxation=spec.relaxation,
+                    )
+                    own.append(
+                        EngineArm(replace(name, repeat=repeat), decoder, parameters, is_scored=is_lossy)
+                    )
+            arms += sorted(own, key=lambda arm: arm.name.repeat)
     _refuse_repeated(arms)
     return arms
 

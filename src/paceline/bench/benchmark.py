@@ -91,6 +91,11 @@ class BenchmarkOptions:
             raise ConfigError(
                 f"verifiers {', '.join(self.verifiers)}: lossy ones are compared with {STRICT!r}, name it too"
             )
+        if self.is_lossy and not set(self.drafters) - {"none"}:
+            raise ConfigError(
+                f"verifiers {', '.join(self.verifiers)} and drafters {', '.join(self.drafters) or 'none'}: "
+                "lossy ones need a drafter that drafts, such as 'phrase'"
+            )
 
     @property
     def is_lossy(self) -> bool:

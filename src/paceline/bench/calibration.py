@@ -90,14 +90,16 @@ class Calibration:
         """The widest gate whose expected spending stays below a wanted loss of log-probability per token."""
         if not loss_per_token > 0:
             raise ConfigError(f"the loss per token is {loss_per_token}: it must be above 0")
-        ratios = np.sort(self.ratios)
-        spent = np.cumsum(self.regrets[np.argsort(self.ratios, kind="stable")]) / max(self.num_tokens, 1)
+        gates, group = np.unique(self.ratios, return_inverse=True)
+        # A gate lets all rejections of one ratio through, or none of them.
+        spent = np.cumsum(np.bincount(group, weights=self.regrets)) / max(self.num_tokens, 1)
         num_affordable = int(np.searchsorted(spent, loss_per_token, side="right"))
-        return self._with_gate(float(ratios[num_affordable - 1]) if num_affordable else 0.0)
+        return self._with_gate(float(gates[num_affordable - 1]) if num_affordable else 0.0)
 
     def _with_gate(self, gate: float) -> Suggestion:
         """What would be spent under a gate."""
-        passes = self.ratios <= gate
+        # A gate of 0 is strict decoding: not even equal logits pass.
+        passes = (self.ratios <= gate) & (gate > 0)
         spent = float(self.regrets[passes].sum())
         return Suggestion(
             gate,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from paceline.bench.calibration import Calibration, Suggestion
+from paceline.bench.limit_trials import Trial
 
 PERCENTILES = (5, 10, 25, 50, 75, 90)
 
@@ -31,7 +33,11 @@ def summary(calibration: Calibration) -> dict[str, Any]:
 
 
 def write_calibration(
-    folder: Path, calibration: Calibration, suggestions: Mapping[str, Suggestion], run: Mapping[str, Any]
+    folder: Path,
+    calibration: Calibration,
+    suggestions: Mapping[str, Suggestion],
+    run: Mapping[str, Any],
+    trials: Seq[Trial] = (),
 ) -> list[Path]:
     """Write both files; returns their paths.
 
@@ -40,12 +46,14 @@ def write_calibration(
         calibration: what was found.
         suggestions: by the wish that they answer.
         run: command, target, drafter and machine, noted in the file.
+        trials: limits that prompts were decoded with.
     """
     folder.mkdir(parents=True, exist_ok=True)
     content = {
         **run,
         **summary(calibration),
         "suggestions": {name: asdict(suggestion) for name, suggestion in suggestions.items()},
+        "trials": [trial.as_dict() for trial in trials],
         "regrets": calibration.regrets.tolist(),
         "values": calibration.values.tolist(),
     }

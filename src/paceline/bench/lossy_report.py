@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from pathlib import Path
 
 from paceline.bench.figures import figure
 from paceline.bench.lossy_rows import LossyRow
@@ -41,10 +42,15 @@ def _table(columns: Seq[str], cells: Seq[Seq[str]]) -> list[str]:
     return header + ["| " + " | ".join(row) + " |" for row in cells]
 
 
+def _drafter(row: LossyRow) -> str:
+    """Its name, and its head where one was named."""
+    return row.drafter if row.head is None else f"{row.drafter}:{Path(row.head).name}"
+
+
 def _speed_cells(row: LossyRow) -> list[str]:
     nodes = "" if row.num_speculative_tokens is None else str(row.num_speculative_tokens)
     return [
-        row.drafter,
+        _drafter(row),
         f"{row.verifier}, again" if row.is_repeat else row.verifier,
         nodes,
         figure(row.tokens_per_second, 1),
@@ -59,7 +65,7 @@ def _speed_cells(row: LossyRow) -> list[str]:
 
 def _quality_cells(row: LossyRow) -> list[str]:
     return [
-        row.drafter,
+        _drafter(row),
         row.verifier,
         figure(row.log_prob, 3),
         figure(row.log_prob_change, 3, is_signed=True),
@@ -71,5 +77,5 @@ def _quality_cells(row: LossyRow) -> list[str]:
         figure(row.cut, 0, scale=100),
         figure(row.cut_change, 1, scale=100, is_signed=True),
         figure(row.length_change, 3),
-        f"{100 * row.differing:.0f}",
+        figure(row.differing, 0, scale=100),
     ]

@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
-from paceline.bench.arms import ArmName
+from paceline.bench.arms import STRICT, ArmName
 from paceline.bench.intervals import Bootstrap, Interval
 from paceline.bench.quality import repeated_ngrams
 from paceline.bench.records import FIXED, NATURAL, GroupRecord, TurnRecord
@@ -31,6 +31,7 @@ class LossyRow:
         suite: name of the suite.
         batch_size: prompts decoded at once.
         drafter: registered name.
+        head: folder of its head, when one was named.
         verifier: as it was asked for.
         num_speculative_tokens: most drafted nodes a round, or `auto`.
         is_repeat: the strict arm's second run.
@@ -58,6 +59,7 @@ class LossyRow:
     suite: str
     batch_size: int
     drafter: str
+    head: str | None
     verifier: str
     num_speculative_tokens: int | str | None
     is_repeat: bool
@@ -76,7 +78,7 @@ class LossyRow:
     repetition_change: Interval | None
     cut: Interval | None
     cut_change: Interval | None
-    differing: float
+    differing: Interval | None
     length_change: Interval | None
     accuracy: Interval | None
     accuracy_change: Interval | None
@@ -99,13 +101,16 @@ def lossy_rows(
         graders: by suite; suites without one have no accuracy.
     """
     compared = {strict_arm(arm, arms) for arm in arms if is_lossy(arm)} - {None}
-    drafting = [arm for arm in arms if strict_arm(arm, arms) in compared]
+    drafting = [
+        arm for arm in arms if (is_lossy(arm) or arm.verifier == STRICT) and strict_arm(arm, arms) in compared
+    ]
     if not drafting:
         return []
     records = list(records)
     rows: list[LossyRow] = []
+    once = [arm for arm in drafting if arm.repeat == 1]
     tables = zip(
-        complete_tables(records, drafting, FIXED), complete_tables(records, drafting, NATURAL), strict=False
+        complete_tables(records, drafting, FIXED), complete_tables(records, once, NATURAL), strict=False
     )
     for fixed, natural in tables:
         for arm in drafting:
@@ -127,7 +132,8 @@ def _row(
     key = fixed[str(arm)][0].key
     own, base = fixed[str(arm)], _pooled(fixed, strict)
     timed = Bootstrap(len(own), seed)
-    whole, whole_base = natural[str(arm)], natural[str(strict)]
+    # Answers that end by themselves are the same whenever they are given; they are taken once.
+    whole, whole_base = natural[str(replace(arm, repeat=1))], natural[str(strict)]
     judged = Bootstrap(len(whole), seed)
     grader = graders.get(key.suite)
 
@@ -147,6 +153,7 @@ def _row(
         suite=key.suite,
         batch_size=key.batch_size,
         drafter=arm.drafter,
+        head=arm.head,
         verifier=arm.verifier,
         num_speculative_tokens=arm.num_speculative_tokens,
         is_repeat=arm.repeat > 1,
@@ -171,7 +178,7 @@ def _row(
         repetition_change=change(_repeated, _ngrams),
         cut=share(_is_cut, _one),
         cut_change=change(_is_cut, _one),
-        differing=_differing(whole, whole_base),
+        differing=judged.ratio(*_differing(whole, whole_base)),
         length_change=judged.speed_up(lengths, _sums(whole, _one), base_lengths, _sums(whole_base, _one)),
         accuracy=None if grader is None else share(solved, _one),
         accuracy_change=None if grader is None else change(solved, _one),
@@ -260,11 +267,18 @@ def _refusal_shares(records: Seq[GroupRecord]) -> dict[str, float]:
     return {reason: count / total for reason, count in sorted(counts.items())}
 
 
-def _differing(own: Seq[GroupRecord], base: Seq[GroupRecord]) -> float:
-    """Share of prompts whose answers, in any turn, are not those of the strict arm."""
-    answers, expected = answers_of(own), answers_of(base)
-    differ = [
-        [turn.token_ids for turn in turns] != [turn.token_ids for turn in expected[prompt_id]]
-        for prompt_id, turns in answers.items()
-    ]
-    return sum(differ) / len(differ)
+def _differing(own: Seq[GroupRecord], base: Seq[GroupRecord]) -> tuple[Amounts, Amounts]:
+    """Prompts of each group whose answers, in any turn, are not those of the strict arm; and all prompts."""
+    expected = answers_of(base)
+    differ: Amounts = []
+    asked: Amounts = []
+    for record in own:
+        answers = answers_of([record])
+        asked.append(len(answers))
+        differ.append(
+            sum(
+                [turn.token_ids for turn in turns] != [turn.token_ids for turn in expected[prompt_id]]
+                for prompt_id, turns in answers.items()
+            )
+        )
+    return differ, asked

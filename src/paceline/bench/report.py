@@ -17,6 +17,7 @@ from paceline.bench.near_ties import NOISE_PERCENTILE, NOISE_WIDTH, Difference
 from paceline.bench.plots import draw_plots
 from paceline.bench.roofline import Roofline
 from paceline.bench.rows import ResultRow
+from paceline.bench.verifier_specs import VerifierSpec
 
 TABLE_COLUMNS = (
     "drafter",
@@ -166,10 +167,13 @@ class BenchmarkReport:
 
     def _difference_lines(self) -> list[str]:
         """Where answers differ from their reference, and by how little."""
-        if all(row.identical_fraction is None for row in self.rows):
+        judged = [row for row in self.rows if not VerifierSpec.read(row.verifier).is_lossy]
+        if all(row.identical_fraction is None for row in judged):
             return ["", "No reference was measured, so answers were compared with nothing."]
         if not self.differences:
-            but = " but those of rivals" if self.metadata["settings"].get("peers") else ""
+            excused = ["rivals"] if self.metadata["settings"].get("peers") else []
+            excused += ["lossy verifiers"] if len(judged) < len(self.rows) else []
+            but = f" but those of {' and '.join(excused)}" if excused else ""
             return ["", f"All answers{but} are identical to their reference."]
         lines = [
             "",

@@ -7,13 +7,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from paceline.bench.arms import STRICT, ArmName
+from paceline.bench.arms import PLAIN, STRICT, ArmName
 from paceline.bench.intervals import Bootstrap, Interval
 from paceline.bench.records import NATURAL, GroupRecord, TurnRecord
 from paceline.bench.verifier_specs import VerifierSpec
 from paceline.engine.stats import GenerationStatistics
 
-PLAIN = "none"
 REFERENCE = "hf_generate"
 _UNTIMED: dict[str, Any] = dict.fromkeys(
     (
@@ -90,9 +89,11 @@ def result_rows(records: Iterable[GroupRecord], arms: Seq[ArmName], seed: int) -
     """
     is_timed = not any(map(is_lossy, arms))
     rows: list[ResultRow] = []
-    for measured in complete_tables(records, arms, NATURAL):
-        bootstrap = Bootstrap(len(measured[str(arms[0])]), seed)
-        found = [_row(arm, arms, measured, bootstrap) for arm in arms if arm.repeat == 1]
+    # What is measured twice is fixed work.
+    once = [arm for arm in arms if arm.repeat == 1]
+    for measured in complete_tables(records, once, NATURAL):
+        bootstrap = Bootstrap(len(measured[str(once[0])]), seed)
+        found = [_row(arm, once, measured, bootstrap) for arm in once]
         rows += found if is_timed else [replace(row, **_UNTIMED) for row in found]
     return rows
 

@@ -4,9 +4,9 @@ Alternating arms prompt by prompt spreads whatever else the machine does evenly 
 their order takes away the advantage of going first. Each arm warms up before anything is measured. Every
 arm gets the same token ids; in a second turn the history is the arm's own answer.
 
-Where lossy verifiers take part, the strict arm goes first and once more last, and everything is done twice:
-with answers that end by themselves, which shows what they are worth, and with a fixed number of tokens, which
-shows how fast they come. A verifier that changes how long answers are cannot be timed by the former.
+Where lossy verifiers take part, everything is done twice: with answers that end by themselves, which shows
+what they are worth, and with a fixed number of tokens, which shows how fast they come. There the strict arm
+goes first and once more last. A verifier that changes how long answers are cannot be timed by the former.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from time import perf_counter
 
-from paceline.bench.arms import Arm, ArmAnswer, EngineArm
+from paceline.bench.arms import PLAIN, Arm, ArmAnswer, EngineArm
 from paceline.bench.records import FIXED, NATURAL, GroupRecord, Journal, RecordKey, TurnRecord
 from paceline.bench.suites import BenchPrompt, Suite
 from paceline.engine.generator import Generator, Message
@@ -51,7 +51,7 @@ class BenchmarkRunner:
         journal: receives the records and knows those of an earlier start.
         max_new_tokens: most tokens of an answer; an arm also stops where the text ends.
         batch_sizes: prompts decoded at once; each size is measured on its own.
-        works: `records.NATURAL`, `records.FIXED` or both; baselines and peers do no fixed work.
+        works: `records.NATURAL`, `records.FIXED` or both; only engine arms that draft do fixed work.
         clock: seconds from any fixed point; tests pass their own.
     """
 
@@ -116,7 +116,9 @@ class BenchmarkRunner:
         histories: dict[str, list[Message]] = {prompt.prompt_id: [] for prompt in prompts}
         turns: list[TurnRecord] = []
         seconds = 0.0
-        for turn in range(max(len(prompt.turns) for prompt in prompts)):
+        # Fixed work is the first turn alone: behind it every arm has a history of its own.
+        num_turns = 1 if key.work == FIXED else max(len(prompt.turns) for prompt in prompts)
+        for turn in range(num_turns):
             asked = [prompt for prompt in prompts if turn < len(prompt.turns)]
             for prompt in asked:
                 histories[prompt.prompt_id].append({"role": "user", "content": prompt.turns[turn]})
@@ -160,9 +162,13 @@ class BenchmarkRunner:
 
 def _order(arms: Seq[Arm], work: str, number: int) -> list[Arm]:
     """Arms in the order in which they answer one group: in turn, but strict ones around lossy ones."""
-    taking_part = [arm for arm in arms if work == NATURAL or isinstance(arm, EngineArm)]
+    if work == NATURAL:
+        # A second run of the strict arm would give the same answers.
+        taking_part = [arm for arm in arms if arm.name.repeat == 1]
+    else:
+        taking_part = [arm for arm in arms if isinstance(arm, EngineArm) and arm.name.drafter != PLAIN]
     last = [arm for arm in taking_part if arm.name.repeat > 1]
-    repeated = {replace(arm.name, repeat=1) for arm in last}
+    repeated = {replace(arm.name, repeat=1) for arm in arms if arm.name.repeat > 1}
     first = [arm for arm in taking_part if arm.name in repeated]
     between = [arm for arm in taking_part if arm not in first and arm not in last]
     start = number % len(between) if between else 0

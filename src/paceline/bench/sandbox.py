@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -19,39 +20,50 @@ from pathlib import Path
 TIMEOUT_SECONDS = 10.0
 MEMORY_BYTES = 2 << 30
 
+# The program is told neither the name of the file nor what is written there when it has run to its end.
 _BOOTSTRAP = f"""
 import sys
 try:
     import resource
-    limits = [
-        (resource.RLIMIT_CPU, {int(TIMEOUT_SECONDS)}), (resource.RLIMIT_AS, {MEMORY_BYTES}),
-        (resource.RLIMIT_FSIZE, 1 << 20), (resource.RLIMIT_NOFILE, 32), (resource.RLIMIT_CORE, 0),
-    ]
-    for kind, limit in limits:
+    limits = dict(CPU={int(TIMEOUT_SECONDS)}, AS={MEMORY_BYTES}, FSIZE=1 << 20, NOFILE=32, CORE=0)
+except ImportError:
+    limits = dict()
+for name, limit in limits.items():
+    kind = getattr(resource, "RLIMIT_" + name)
+    hard = resource.getrlimit(kind)[1]
+    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    try:
         resource.setrlimit(kind, (limit, limit))
-except (ImportError, ValueError, OSError):
-    pass
+    except (ValueError, OSError):
+        pass
 if sys.platform.startswith("linux"):
     import ctypes
     ctypes.CDLL(None).unshare(0x10000000 | 0x40000000)  # CLONE_NEWUSER | CLONE_NEWNET
-with open(sys.argv[1], encoding="utf-8") as file:
+source_path, end_path, secret = sys.argv[1:]
+del sys.argv[1:]
+with open(source_path, encoding="utf-8") as file:
     source = file.read()
-exec(compile(source, "program", "exec"), {{"__name__": "__main__"}})
+exec(compile(source, "program", "exec"), {{"__name__": "program"}})
+with open(end_path, "w", encoding="utf-8") as file:
+    file.write(secret)
 """
 
 
-def runs_without_error(program: str, timeout_seconds: float = TIMEOUT_SECONDS) -> bool:
-    """Run Python source; whether it ends by itself, in time, with exit status 0.
+def runs_to_its_end(program: str, timeout_seconds: float = TIMEOUT_SECONDS) -> bool:
+    """Run Python source; whether its last statement is done in time, without an error.
+
+    A program that leaves early, even with exit status 0, has not run to its end: the tests stand there.
 
     Args:
         program: source of the whole program.
         timeout_seconds: of wall time; then the process and its children are killed.
     """
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
-        path = Path(folder) / "program.py"
+        path, end = Path(folder) / "program.py", Path(folder) / "end"
         path.write_text(program, encoding="utf-8")
+        secret = secrets.token_hex()
         process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _BOOTSTRAP, str(path)],
+            [sys.executable, "-I", "-c", _BOOTSTRAP, str(path), str(end), secret],
             cwd=folder,
             env={"PATH": os.defpath, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
@@ -60,7 +72,8 @@ def runs_without_error(program: str, timeout_seconds: float = TIMEOUT_SECONDS) -
             start_new_session=True,
         )
         try:
-            return process.wait(timeout_seconds) == 0
+            is_fine = process.wait(timeout_seconds) == 0
+            return is_fine and end.is_file() and end.read_text(encoding="utf-8") == secret
         except subprocess.TimeoutExpired:
             return False
         finally:

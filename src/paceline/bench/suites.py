@@ -67,10 +67,14 @@ def load_suite(name: str, data_folder: Path | None = None, limit: int | None = N
     Raises:
         ConfigError: the suite does not exist or holds something else than prompts.
     """
-    if limit is not None and limit < 1:
-        raise ConfigError(f"limit is {limit}: take at least 1 prompt")
-    prompts = _read_prompts(name, _suite_lines(name, data_folder))
-    return Suite(name, tuple(prompts[i] for i in spaced_indices(len(prompts), limit)))
+    return _suite(name, _suite_lines(name, data_folder), limit)
+
+
+def read_suite(path: Path, limit: int | None = None) -> Suite:
+    """Likewise from a file, whatever its name; ConfigError unless it is a `.jsonl` file of prompts."""
+    if not (path.is_file() and path.suffix == ".jsonl"):
+        raise ConfigError(f"{str(path)!r} is no .jsonl file: give a file of prompts")
+    return _suite(path.stem, path.read_text("utf-8").split("\n"), limit)
 
 
 def spaced_indices(num_items: int, limit: int | None) -> list[int]:
@@ -81,6 +85,14 @@ def spaced_indices(num_items: int, limit: int | None) -> list[int]:
     if limit is None or limit >= num_items:
         return list(range(num_items))
     return [i * num_items // limit for i in range(limit)]
+
+
+def _suite(name: str, lines: list[str], limit: int | None) -> Suite:
+    """`limit` prompts of a file's lines."""
+    if limit is not None and limit < 1:
+        raise ConfigError(f"limit is {limit}: take at least 1 prompt")
+    prompts = _read_prompts(name, lines)
+    return Suite(name, tuple(prompts[i] for i in spaced_indices(len(prompts), limit)))
 
 
 def _suite_lines(name: str, data_folder: Path | None) -> list[str]:

@@ -15,7 +15,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.bench.sandbox import runs_without_error
+from paceline.bench.sandbox import runs_to_its_end
 from paceline.bench.suites import Suite
 from paceline.errors import ConfigError
 
@@ -90,7 +90,8 @@ def final_number(text: str) -> Decimal | None:
 
 def program_of(text: str, entry_point: str) -> str:
     """The program in an answer: the last block of code that defines the function, else the whole text."""
-    blocks = [block for block in _FENCE.findall(text) if f"def {entry_point}" in block]
+    defines = re.compile(rf"^def {re.escape(entry_point)}\s*\(", re.MULTILINE)
+    blocks = [block for block in _FENCE.findall(text) if defines.search(block)]
     return blocks[-1] if blocks else text
 
 
@@ -130,12 +131,13 @@ def _number_judge(task: dict[str, Any]) -> Callable[[str], bool]:
 def _program_judge(task: dict[str, Any]) -> Callable[[str], bool]:
     """Right is what passes the tests."""
     entry_point, test = str(task["entry_point"]), str(task["test"])
-    # What the question imports is not always repeated in the answer.
-    header = str(task["prompt"]).split("def ", 1)[0]
+    # What the question imports and defines before the function is not always repeated in the answer.
+    function = re.compile(rf"^def {re.escape(entry_point)}\b", re.MULTILINE)
+    header = function.split(str(task["prompt"]), maxsplit=1)[0]
 
     def judge(text: str) -> bool:
         program = program_of(text, entry_point)
-        return runs_without_error(f"{header}\n{program}\n{test}\ncheck({entry_point})\n")
+        return runs_to_its_end(f"{header}\n{program}\n{test}\ncheck({entry_point})\n")
 
     return judge
 

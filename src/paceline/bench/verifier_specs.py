@@ -16,6 +16,7 @@ _NUMBERS = {
         "max_regret_per_value",
         "max_relaxed_tokens_per_block",
         "risk_budget_per_token",
+        "regret_price",
     ),
     "typical": ("typical_epsilon", "typical_delta"),
     "margin": ("max_regret",),
@@ -51,7 +52,7 @@ class VerifierSpec:
         name, _, limits = text.partition(":")
         check_known("verifier", name, verifier_names())
         if not limits:
-            return cls(text, name)
+            return cls(name, name)
         known = _NUMBERS.get(name)
         if known is None:
             raise ConfigError(f"verifier {text!r}: {name!r} has no limits to give behind a colon")

@@ -42,6 +42,13 @@ class RelaxationOptions:
     value_horizon: Annotated[
         int | None, Option(help="budgeted: depth up to which tokens are at stake.", rich_help_panel=PANEL)
     ] = None
+    regret_price: Annotated[
+        float | None,
+        Option(
+            help="budgeted: tokens that a logit of regret must bring; 0 takes the longest path.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None
     typical_epsilon: Annotated[
         float | None, Option(help="typical: probability that is always enough.", rich_help_panel=PANEL)
     ] = None

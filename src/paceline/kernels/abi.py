@@ -175,3 +175,26 @@ class Drafts(Structure):
         ("values", c_void_p),
         ("counts", c_void_p),
     ]
+
+
+class BudgetedCall(Structure):
+    """Trees, logits, limits and results of budgeted verification."""
+
+    _fields_: ClassVar = [
+        ("num_trees", c_int32),
+        ("dtype", c_int32),
+        ("size", c_int64),
+        ("logits", c_void_p),
+        ("starts", c_void_p),
+        ("parents", c_void_p),
+        ("tokens", c_void_p),
+        ("choices", c_void_p),
+        ("limits", c_void_p),
+        ("eos_starts", c_void_p),
+        ("eos", c_void_p),
+        ("regrets", c_void_p),
+        ("ends", c_void_p),
+        ("stops", c_void_p),
+        ("reasons", c_void_p),
+        ("values", c_void_p),
+    ]

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "simd.hpp"
+#include "threads.hpp"
 
 namespace paceline {
 
@@ -37,13 +38,30 @@ int64_t argmax(const T* row, int64_t size) {
 
 }  // namespace paceline
 
+namespace {
+
+// Below so many bytes waking the other threads takes longer than reading.
+constexpr int64_t WORTH_SHARING = 1 << 20;
+
+template <class T>
+void argmax_all(const T* rows, int64_t num_rows, int64_t size, int64_t* places, int num_threads) {
+  auto take = [&](int64_t from, int64_t step) {
+    for (int64_t row = from; row < num_rows; row += step) places[row] = paceline::argmax(rows + row * size, size);
+  };
+  if (num_threads == 1 || num_rows == 1 || int64_t(num_rows * size * sizeof(T)) < WORTH_SHARING) return take(0, 1);
+  paceline::Pool& pool = paceline::shared_pool(num_threads);
+  pool.run([&](int thread) { take(thread, pool.size()); });
+}
+
+}  // namespace
+
 extern "C" {
 
 // rows [num_rows, size] of bf16 (dtype 1) or fp32 (0) -> places of the largest values.
-void paceline_argmax(const void* rows, int32_t dtype, int64_t num_rows, int64_t size, int64_t* places) {
-  for (int64_t row = 0; row < num_rows; row++)
-    places[row] = dtype == 1 ? paceline::argmax(static_cast<const paceline::bf16*>(rows) + row * size, size)
-                             : paceline::argmax(static_cast<const float*>(rows) + row * size, size);
+void paceline_argmax(const void* rows, int32_t dtype, int64_t num_rows, int64_t size, int64_t* places,
+                     int32_t num_threads) {
+  if (dtype == 1) argmax_all(static_cast<const paceline::bf16*>(rows), num_rows, size, places, num_threads);
+  else argmax_all(static_cast<const float*>(rows), num_rows, size, places, num_threads);
 }
 
 }  // extern "C"

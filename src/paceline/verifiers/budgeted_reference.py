@@ -18,7 +18,7 @@ from paceline.verifiers.budgeted import TOLERANCE
 
 @dataclass(frozen=True, slots=True)
 class ScannedPath:
-    """What is kept of one root-to-leaf path.
+    """What may be kept of one root-to-leaf path.
 
     Attributes:
         nodes: kept nodes, parents first.
@@ -38,8 +38,8 @@ def scan_path(
     limits: Relaxation,
     remaining: float,
     eos_token_ids: Set[int] = frozenset(),
-) -> ScannedPath:
-    """Walk down a path until a token is refused.
+) -> list[ScannedPath]:
+    """Walk down a path until a token is refused; every stop on the way is a path that may be kept.
 
     Args:
         tree: the path's.
@@ -51,6 +51,7 @@ def scan_path(
     """
     kept: list[int] = []
     regret, num_relaxed = 0.0, 0
+    stops = [ScannedPath((), 0.0, 0)]
     for depth, node in enumerate(path, start=1):
         row = logits[int(tree.parents[node])]
         token_id = int(tree.token_ids[node])
@@ -71,7 +72,8 @@ def scan_path(
             regret += own
             num_relaxed += 1
         kept.append(node)
-    return ScannedPath(tuple(kept), regret, num_relaxed)
+        stops.append(ScannedPath(tuple(kept), regret, num_relaxed))
+    return stops
 
 
 def best_path(
@@ -83,16 +85,22 @@ def best_path(
 ) -> ScannedPath:
     """Scan every root-to-leaf path.
 
-    Most tokens win, then least regret, then fewest relaxed tokens, then the lowest last node.
+    Most tokens less the price of the regret win, then least regret, then fewest relaxed tokens, then the
+    lowest last node.
     """
     parents = tree.parents.tolist()
     leaves = [node for node in range(len(tree)) if node not in parents]
-    scanned = []
+    scanned: list[ScannedPath] = []
     for leaf in leaves:
         path = []
         node = leaf
         while node > 0:
             path.append(node)
             node = parents[node]
-        scanned.append(scan_path(tree, path[::-1], logits, limits, remaining, eos_token_ids))
-    return min(scanned, key=lambda f: (-len(f.nodes), f.regret, f.num_relaxed, f.nodes[-1:]))
+        scanned += scan_path(tree, path[::-1], logits, limits, remaining, eos_token_ids)
+
+    def rank(found: ScannedPath) -> tuple[float, float, int, tuple[int, ...]]:
+        worth = len(found.nodes) - limits.regret_price * found.regret
+        return -worth, found.regret, found.num_relaxed, found.nodes[-1:]
+
+    return min(scanned, key=rank)

@@ -46,6 +46,7 @@ class DraftForest:
         owners: int64 [R], number of the tree.
         roots: int64 [B], rows.
         slices: rows of each tree.
+        climbs: int64 [R] each: the node 1, 2, 4 ... edges above every node, until all are roots.
     """
 
     token_ids: NDArray[np.int64]
@@ -53,6 +54,7 @@ class DraftForest:
     owners: NDArray[np.int64]
     roots: NDArray[np.int64]
     slices: tuple[slice, ...]
+    climbs: tuple[NDArray[np.int64], ...]
 
     def __len__(self) -> int:
         """Number of nodes, roots included."""
@@ -71,6 +73,7 @@ class DraftForest:
             np.repeat(np.arange(len(trees)), lengths),
             roots,
             tuple(slice(start, start + length) for start, length in zip(starts, lengths)),
+            _climbs(parents),
         )
 
     def path_sums(self, amounts: Reals) -> Reals:
@@ -82,30 +85,32 @@ class DraftForest:
         Returns:
             [C, R].
         """
-        sums, above = amounts.copy(), self.parents
+        sums = amounts.copy()
         # Every pass doubles the part of the path that a sum covers; roots add nothing however often.
-        while True:
+        for above in self.climbs:
             sums += sums[:, above]
-            higher = above[above]
-            if np.array_equal(higher, above):
-                return sums
-            above = higher
+        return sums
 
-    def best_ends(self, may_keep: Flags, paths: Paths) -> NDArray[np.int64]:
+    def best_ends(self, may_keep: Flags, paths: Paths, worth: Reals | None = None) -> NDArray[np.int64]:
         """Row at which the best path of every tree ends.
 
         Args:
             may_keep: [R], whether the node may be kept provided that everything above it is; true for roots.
             paths: down to each node.
+            worth: [R], of the path down to each node; its tokens by default.
 
         Returns:
             int64 [B].
         """
-        is_reached = self.path_sums((~may_keep)[None].astype(np.float64))[0] == 0
-        rows = np.flatnonzero(is_reached)
-        keys = (rows, paths.num_relaxed[rows], paths.regrets[rows], -paths.depths[rows], self.owners[rows])
-        order = rows[np.lexsort(keys)]
-        return order[np.searchsorted(self.owners[order], np.arange(len(self.roots)))]
+        is_cut = self.path_sums((~may_keep)[None].astype(np.float64))[0]
+        rows = np.flatnonzero(is_cut == 0)
+        best = paths.depths if worth is None else worth
+        keys = (paths.num_relaxed[rows], paths.regrets[rows], -best[rows])
+        if len(self.roots) == 1:
+            return rows[np.lexsort(keys)[:1]]
+        owners = self.owners[rows]
+        order = np.lexsort((*keys, owners))
+        return rows[order[np.searchsorted(owners[order], np.arange(len(self.roots)))]]
 
     def least_regret_children(self, rows: NDArray[np.int64], regrets: Reals) -> NDArray[np.int64]:
         """Child of least regret of one row of every tree: int64 [B] -> [B], -1 for leaves."""
@@ -125,3 +130,14 @@ class DraftForest:
             rows.append(end)
             end = int(self.parents[end])
         return rows[::-1]
+
+
+def _climbs(parents: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+    """Nodes 1, 2, 4 ... edges above each of R nodes; one more step would change nothing."""
+    climbs = [parents]
+    while True:
+        above = climbs[-1]
+        higher = above[above]
+        if (higher == above).all():
+            return tuple(climbs)
+        climbs.append(higher)

@@ -35,10 +35,12 @@ class Judgement:
         refusals: what may refuse a node, in the order in which it is asked: a name, and bool [R] that is true
             where it does.
         values: float64 [R], suffix values; None where the rule has none.
+        worth: float64 [R], what the path down to a node is worth; None for its tokens.
     """
 
     refusals: tuple[tuple[Refused, Flags], ...]
     values: Reals | None = None
+    worth: Reals | None = None
 
 
 class RelaxedVerifier(ABC):
@@ -94,8 +96,10 @@ class RelaxedVerifier(ABC):
         paths = Paths(*forest.path_sums(amounts))
         judged = self.judge(forest, scores, paths, logits, sequences)
         refusals = ((_END, scores.guards_end), (_BANNED, is_banned), *judged.refusals)
-        is_refused = np.logical_or.reduce([refused for _, refused in refusals])
-        ends = forest.best_ends(scores.is_choice | ~is_refused, paths)
+        is_refused = scores.guards_end | is_banned
+        for _, refused in judged.refusals:
+            is_refused |= refused
+        ends = forest.best_ends(scores.is_choice | ~is_refused, paths, judged.worth)
         stopped_at = forest.least_regret_children(ends, scores.regrets)
         results = []
         for start, end, stopped in zip(starts, ends.tolist(), stopped_at.tolist(), strict=True):
@@ -117,6 +121,7 @@ class RelaxedVerifier(ABC):
 
 _END: Refused = "end_of_text"
 _BANNED: Refused = "banned"
+_PRICE: Refused = "price"
 
 
 def _relaxed_tokens(
@@ -132,5 +137,6 @@ def _refusal(row: int, refusals: Seq[tuple[Refused, Flags]], regrets: Reals, val
     """Why the path did not go on to `row`; -1 stands for no row."""
     if row < 0:
         return Refusal("leaf")
-    reason = next(name for name, refused in refusals if refused[row])
+    # What nothing refuses was not worth its regret.
+    reason = next((name for name, refused in refusals if refused[row]), _PRICE)
     return Refusal(reason, float(regrets[row]), np.nan if values is None else float(values[row]))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from conftest import PROMPTS
-from paceline.bench.calibration import Calibration, calibrate
+from paceline.bench.calibration import Calibration, Suggestion, calibrate
 from paceline.bench.calibration_report import summary, write_calibration
 from paceline.engine.generator import Generator
 from paceline.errors import ConfigError
@@ -42,6 +42,13 @@ def test_a_wanted_loss_is_not_exceeded_and_nearly_reached(found, loss):
     larger = found.ratios[found.ratios > suggestion.max_regret_per_value]
     if larger.size:
         assert found._with_gate(larger.min()).risk_budget_per_token > loss
+
+
+def test_rejections_that_cost_alike_pass_together_or_not_at_all():
+    """Ten of one ratio would spend 0.1 a token; half of them cannot be let through."""
+    tied = Calibration(2, 100, 10, {}, np.ones(10), np.full(10, 4.0))
+    assert tied.by_loss(0.05) == Suggestion(0.0, 0.0, 0.0, 0.0)
+    assert tied.by_loss(0.1).max_regret_per_value == 0.25
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ def test_the_number_that_an_answer_ends_in(text, number):
         ("```\nimport os\n```\nand\n```python\ndef f():\n    pass\n```", "def f():\n    pass\n"),
         ("```python\ndef f():\n    return 1\n", "def f():\n    return 1\n"),
         ("def f():\n    return 1", "def f():\n    return 1"),
+        ("```\ndef f(n):\n    pass\n```\n```\ndef factorial(n):\n    pass\n```", "def f(n):\n    pass\n"),
     ],
 )
 def test_the_program_in_an_answer(text, program):
@@ -103,3 +104,16 @@ def test_damaged_or_foreign_tasks_are_named(tmp_path, content, named):
     (tmp_path / "own_test_answers.jsonl").write_text(content + "\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=named):
         build_graders([suite_of("One?")], tmp_path, decode, runs_code=False)
+
+
+def test_helpers_of_the_question_are_there(tmp_path):
+    """An answer holds the function that was asked for; what stands before it in the question is given."""
+    task = {
+        "prompt": "def twice(x):\n    return 2 * x\n\n\ndef half(x):\n    ...",
+        "test": "def check(candidate):\n    assert candidate(twice(4)) == 4",
+        "entry_point": "half",
+    }
+    write(tmp_path / "own_tests.jsonl", [task])
+    grader = build_graders([suite_of(task["prompt"])], tmp_path, decode, runs_code=True)["own"]
+    assert grader.is_solved("p0", ids("```python\ndef half(x):\n    return x / 2\n```"))
+    assert not grader.is_solved("p0", ids("```python\ndef half(x):\n    return None\n\n\nexit()\n```"))

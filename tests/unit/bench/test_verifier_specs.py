@@ -47,7 +47,7 @@ def test_lossless_verifiers_have_no_limits(name):
     [
         ("budgetd", ConfigError, "did you mean 'budgeted'"),
         ("budgeted:stabel", ConfigError, "stable, discovery, normalised"),
-        ("budgeted:1/2/3/4/5", ConfigError, "risk_budget/max_regret_per_value"),
+        ("budgeted:1/2/3/4/5/6", ConfigError, "risk_budget/max_regret_per_value"),
         ("margin:", ConfigError, None),
         ("margin:-1", RequestError, "max_regret is -1.0"),
         ("budgeted:1/1/1.5", RequestError, "max_relaxed_tokens_per_block is 1.5"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UnsupportedFeatureError
+from paceline.kernels import build
 from paceline.relaxation import Relaxation
 from paceline.sampling import SamplingParameters
 from paceline.sequence import Refusal, RelaxedToken, Sequence
 from paceline.tree import DraftTree
+from paceline.verifiers import budgeted
 from paceline.verifiers.budgeted import BudgetedVerifier
 from paceline.verifiers.budgeted_reference import best_path
 from paceline.verifiers.greedy import GreedyVerifier
@@ -30,11 +33,28 @@ limits = st.builds(
     max_relaxed_tokens_per_block=st.integers(0, 4),
     value_horizon=st.integers(1, 8),
     is_value_normalised=st.booleans(),
+    regret_price=st.sampled_from([0.0, 0.5, 1.0, 2.0, 4.0]),
 )
 
 
+@pytest.fixture(scope="module", autouse=True, params=["arrays", "kernel"])
+def _path(request):
+    """Everything here holds for the array code and for the compiled kernel."""
+    build.load_kernels()
+    if request.param == "kernel":
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budgeted, "can_verify", lambda logits: False)
+        yield
+
+
+# The published rule: the longest path, whatever it costs.
+limits_of = partial(Relaxation, regret_price=0.0)
+
+
 def make_sequence(relaxation=None, *, spent=0.0, num_output=0, eos=frozenset(), **parameters) -> Sequence:
-    asked = SamplingParameters(relaxation=relaxation or Relaxation(), **parameters)
+    asked = SamplingParameters(relaxation=relaxation or limits_of(), **parameters)
     return Sequence([1], asked, eos, 100, 0, output_ids=[0] * num_output, regret_spent=spent)
 
 
@@ -88,7 +108,7 @@ def test_agrees_with_the_reference_alone_and_in_batches(forest, own, spent, num_
 def test_without_budget_gate_or_tokens_it_is_greedy_ties_included(forest, name, seed):
     trees = [DraftTree.from_paths(0, paths) for paths in forest]
     logits = random_logits(sum(map(len, trees)), seed)
-    own = Relaxation(risk_budget=9.0, max_regret_per_value=1e30, max_relaxed_tokens_per_block=5)
+    own = limits_of(risk_budget=9.0, max_regret_per_value=1e30, max_relaxed_tokens_per_block=5)
     own = own.updated({name: 0})
     sequences = [make_sequence(own) for _ in trees]
     strict = GreedyVerifier().verify(trees, logits, sequences)
@@ -116,7 +136,8 @@ def test_a_request_never_spends_more_than_its_budget(rounds, own, seed):
 
 @settings(deadline=None, max_examples=80)
 @given(forests, limits, st.floats(0, 4), st.integers(0, 2**31))
-def test_a_larger_budget_never_gives_a_shorter_round(forest, own, more, seed):
+def test_a_larger_budget_never_gives_a_round_that_is_worth_less(forest, own, more, seed):
+    """Without a price worth is length: a larger budget never makes a round shorter."""
     trees = [DraftTree.from_paths(0, paths) for paths in forest]
     logits = random_logits(sum(map(len, trees)), seed)
     larger = own.updated({"risk_budget": own.risk_budget + more})
@@ -125,16 +146,15 @@ def test_a_larger_budget_never_gives_a_shorter_round(forest, own, more, seed):
         BudgetedVerifier().verify(trees, logits, [make_sequence(larger)] * len(trees)),
         strict=True,
     ):
-        assert len(limited.path) <= len(free.path)
+        worth = [len(r.path) - own.regret_price * r.charge for r in (limited, free)]
+        assert worth[0] <= worth[1]
 
 
 def test_the_published_rule_on_a_chain():
     """Values 3, 2, 1 with D = 3: regret 0.75 passes at the first token, 0.5 at the second, then no more."""
     tree = DraftTree.from_chain(0, [1, 1, 1])
     rows = [[0.75, 0, 0, 0, 0, 0], [0.5, 0, 0, 0, 0, 0], [0.5, 0, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0]]
-    own = Relaxation(
-        risk_budget=9, max_regret_per_value=0.25, max_relaxed_tokens_per_block=5, value_horizon=3
-    )
+    own = limits_of(risk_budget=9, max_regret_per_value=0.25, max_relaxed_tokens_per_block=5, value_horizon=3)
     result = verify_one(tree, chain_logits(*rows), make_sequence(own))
     assert result.accepted_ids == (1, 1)
     assert result.next_token_id == 0
@@ -155,7 +175,7 @@ def test_the_published_rule_on_a_chain():
 )
 def test_says_what_ended_the_path(changes, num_kept, reason):
     tree = DraftTree.from_chain(0, [1, 1, 1])
-    own = Relaxation(risk_budget=9.0, max_relaxed_tokens_per_block=5).updated(changes)
+    own = limits_of(risk_budget=9.0, max_relaxed_tokens_per_block=5).updated(changes)
     rows = [[0.5, 0, 0, 0, 0, 0]] * 4
     result = verify_one(tree, chain_logits(*rows), make_sequence(own))
     assert (len(result.path), result.refusal.reason) == (num_kept, reason)
@@ -165,14 +185,14 @@ def test_an_empty_ledger_still_lets_equal_logits_through():
     """As published for chains; without any budget at all even those are refused."""
     tree = DraftTree.from_chain(0, [1])
     rows = chain_logits([2, 2, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0])
-    spent = make_sequence(Relaxation(risk_budget=4.0), spent=4.0)
+    spent = make_sequence(limits_of(risk_budget=4.0), spent=4.0)
     assert verify_one(tree, rows, spent).relaxed == (RelaxedToken(0, 0.0),)
-    assert verify_one(tree, rows, make_sequence(Relaxation(risk_budget=0.0))).path == ()
+    assert verify_one(tree, rows, make_sequence(limits_of(risk_budget=0.0))).path == ()
 
 
 def test_the_value_of_a_node_does_not_depend_on_the_tree():
     """A useless deep leaf must not loosen the gate: a token is judged alike in small and large trees."""
-    own = Relaxation(max_regret_per_value=0.25, value_horizon=2)
+    own = limits_of(max_regret_per_value=0.25, value_horizon=2)
     small = DraftTree.from_chain(0, [1])
     deep = DraftTree.from_paths(0, [[1], [2, 2, 2, 2, 2, 2, 2]])
     row = [0.75, 0, -9, 0, 0, 0]
@@ -181,14 +201,14 @@ def test_the_value_of_a_node_does_not_depend_on_the_tree():
 
 
 def test_nothing_is_relaxed_beyond_the_horizon():
-    own = Relaxation(value_horizon=1, max_regret_per_value=math.inf, risk_budget=math.inf)
+    own = limits_of(value_horizon=1, max_regret_per_value=math.inf, risk_budget=math.inf)
     tree = DraftTree.from_chain(0, [1, 1])
     rows = [[0.5, 0, 0, 0, 0, 0]] * 3
     assert verify_one(tree, chain_logits(*rows), make_sequence(own)).accepted_ids == (1,)
 
 
 def test_of_two_paths_as_long_the_one_with_less_regret_is_kept_then_the_first():
-    own = Relaxation(max_regret_per_value=1.0)
+    own = limits_of(max_regret_per_value=1.0)
     logits = chain_logits([1.0, 0.5, 0.75, 0.75, 0, 0], *[[0, 0, 0, 0, 1, 0]] * 3)
     tree = DraftTree.from_paths(0, [[1], [2], [3]])
     result = verify_one(tree, logits, make_sequence(own))
@@ -216,8 +236,32 @@ def test_a_longer_path_is_worth_its_regret():
     assert (result.accepted_ids, result.next_token_id, result.charge) == ((1, 2, 3), 4, 0.5)
 
 
+@pytest.mark.parametrize(("price", "kept", "reason"), [(1.9, 4, "leaf"), (2.1, 1, "price")])
+def test_a_path_must_yield_what_its_regret_is_priced_at(price, kept, reason):
+    """Strict decoding keeps one token; 1.5 logits of regret would bring three more."""
+    tree = DraftTree.from_chain(0, [0, 1, 2, 3])
+    rows = torch.zeros(5, V)
+    rows[0, 0], rows[1, 4], rows[2, 2], rows[3, 3] = 1.0, 1.5, 1.0, 1.0
+    own = limits_of(max_regret_per_value=1.0, regret_price=price)
+    result = verify_one(tree, rows, make_sequence(own))
+    assert (len(result.path), result.refusal.reason) == (kept, reason)
+
+
+def test_a_dear_path_is_left_where_a_cheap_one_is_nearly_as_long():
+    tree = DraftTree.from_paths(0, [[1, 1, 1], [2, 2]])
+    rows = torch.zeros(6, V)
+    rows[0, 0], rows[0, 1], rows[0, 2] = 1.5, 0.5, 1.25
+    for parent, token_id in zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True):
+        if parent > 0:
+            rows[parent, token_id] = 1.0
+    longest = verify_one(tree, rows, make_sequence())
+    assert (longest.accepted_ids, longest.charge) == ((1, 1, 1), 1.0)
+    priced = verify_one(tree, rows, make_sequence(limits_of(regret_price=1.5)))
+    assert (priced.accepted_ids, priced.charge) == ((2, 2), 0.25)
+
+
 def test_banned_tokens_are_never_kept():
-    own = Relaxation(risk_budget=math.inf, max_regret_per_value=math.inf)
+    own = limits_of(risk_budget=math.inf, max_regret_per_value=math.inf)
     logits = torch.zeros(2, V)
     logits[0, 1] = -math.inf
     result = verify_one(DraftTree.from_chain(0, [1]), logits, make_sequence(own))
@@ -258,7 +302,7 @@ def test_only_what_a_stop_leaves_is_charged():
 def test_what_a_stop_string_cuts_off_is_not_charged():
     tree = DraftTree.from_chain(0, [1, 1, 1])
     rows = [[0.5, 0, 0, 0, 0, 0]] * 4
-    sequence = make_sequence(Relaxation(max_relaxed_tokens_per_block=3))
+    sequence = make_sequence(limits_of(max_relaxed_tokens_per_block=3))
     sequence.find_stop = lambda output_ids, num_before: 2
     sequence.accept(verify_one(tree, chain_logits(*rows), sequence))
     assert (sequence.output_ids, sequence.regret_spent) == ([1, 1], 1.0)
@@ -267,7 +311,7 @@ def test_what_a_stop_string_cuts_off_is_not_charged():
 def test_the_ledger_lives_for_the_whole_request():
     tree = DraftTree.from_chain(0, [1])
     rows = chain_logits([0.75, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0])
-    sequence = make_sequence(Relaxation(risk_budget=2.0))
+    sequence = make_sequence(limits_of(risk_budget=2.0))
     spent = []
     for _ in range(4):
         sequence.accept(verify_one(tree, rows, sequence))
@@ -278,7 +322,7 @@ def test_the_ledger_lives_for_the_whole_request():
 def test_requests_of_one_batch_have_their_own_limits():
     tree = DraftTree.from_chain(0, [1])
     rows = chain_logits([0.75, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0])
-    sequences = [make_sequence(), make_sequence(Relaxation(risk_budget=0.0)), make_sequence(spent=7.5)]
+    sequences = [make_sequence(), make_sequence(limits_of(risk_budget=0.0)), make_sequence(spent=7.5)]
     results = BudgetedVerifier().verify([tree] * 3, torch.cat([rows] * 3), sequences)
     assert [result.num_relaxed for result in results] == [1, 0, 0]
     assert [result.refusal.reason for result in results] == ["leaf", "budget", "budget"]
@@ -310,7 +354,7 @@ def test_declares_itself_lossy_and_takes_an_empty_batch():
 
 
 def test_normalised_values_are_fractions_of_the_horizon():
-    own = Relaxation(is_value_normalised=True, value_horizon=4, max_regret_per_value=0.6, risk_budget=9)
+    own = limits_of(is_value_normalised=True, value_horizon=4, max_regret_per_value=0.6, risk_budget=9)
     tree = DraftTree.from_chain(0, [1, 1, 1])
     rows = [[0.5, 0, 0, 0, 0, 0], [0.25, 0, 0, 0, 0, 0], [0.5, 0, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0]]
     result = verify_one(tree, chain_logits(*rows), make_sequence(own))
