@@ -15,7 +15,11 @@ from paceline.testing import ReplayDrafter
 
 NUM_NEW = 24
 OPEN = Relaxation(
-    risk_budget=math.inf, max_regret_per_value=math.inf, max_relaxed_tokens_per_block=9, value_horizon=99
+    risk_budget=math.inf,
+    max_regret_per_value=math.inf,
+    max_relaxed_tokens_per_block=9,
+    value_horizon=99,
+    regret_price=0.0,
 )
 
 

@@ -14,7 +14,11 @@ from paceline.relaxation import Relaxation
     [
         ("budgeted", {}),
         ("budgeted:stable", {}),
-        ("budgeted:discovery", {"risk_budget": 12.0, "max_regret_per_value": 0.5}),
+        (
+            "budgeted:discovery",
+            {"risk_budget": 12.0, "max_regret_per_value": 0.5, "regret_price": 1.0},
+        ),
+        ("budgeted:8/0.25/2/0/1.5", {"regret_price": 1.5}),
         ("budgeted:4", {"risk_budget": 4.0}),
         (
             "budgeted:4/0.1/3",

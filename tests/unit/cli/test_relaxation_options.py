@@ -23,6 +23,7 @@ def test_every_limit_can_be_reached():
         "max_regret_per_value": 0.1,
         "max_relaxed_tokens_per_block": 3,
         "value_horizon": 4,
+        "regret_price": 1.5,
         "typical_epsilon": 0.2,
         "typical_delta": 0.1,
         "max_regret": 0.7,
