@@ -88,7 +88,7 @@ def try_limits(
     ]
 
 
-def cheapest(trials: Seq[Trial], loss_per_token: float) -> Trial | None:
+def best_within(trials: Seq[Trial], loss_per_token: float) -> Trial | None:
     """The trial that accepts most, of those that lose at most so much log-probability a token; None without.
 
     Judged by the lower end of the interval: a trial on few prompts has to show that it is harmless.

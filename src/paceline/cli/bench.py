@@ -31,7 +31,10 @@ def bench(
     ),
     verifiers: Annotated[
         str,
-        Option(help="greedy, sampling, budgeted[:PRESET or B/g/m], typical, margin[:REGRET]; by commas."),
+        Option(
+            help="greedy, sampling, budgeted[:PRESET or :B/g/m/ACCRUAL/PRICE], typical[:EPSILON/DELTA], "
+            "margin[:REGRET]; by commas."
+        ),
     ] = "greedy",
     baseline: Annotated[
         str, Option(help="hf_generate, hf_generate_fp32, hf_generate_bf16, hf_prompt_lookup; may be empty.")

@@ -146,7 +146,7 @@ def print_trials(trials: Sequence[Trial], loss_per_token: float) -> None:
     from rich.table import Table
 
     from paceline.bench.figures import figure
-    from paceline.bench.limit_trials import cheapest
+    from paceline.bench.limit_trials import best_within
 
     console = output()
     table = Table("price", "accepted a round", "x strict", "regret a token", "log-probability a token")
@@ -159,7 +159,7 @@ def print_trials(trials: Sequence[Trial], loss_per_token: float) -> None:
             figure(trial.log_prob_change, 4, is_signed=True),
         )
     console.print(table)
-    best = cheapest(trials, loss_per_token)
+    best = best_within(trials, loss_per_token)
     console.print(
         f"no price is sure to lose less than {loss_per_token:g} a token: try higher ones, or more prompts"
         if best is None

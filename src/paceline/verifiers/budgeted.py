@@ -10,7 +10,8 @@ its authors report a patent application. A drafted token that is not the argmax 
 The first failure ends the path, and the target's own token follows. The published rule is for chains, where
 the suffix value is the number of drafted tokens still at stake. On trees it is `value_horizon - depth + 1`
 here: it depends on the request and on nothing that this machine could afford, so a useless deep leaf cannot
-loosen the gate. Every path is scored under the same ledger, and only the chosen one is charged.
+loosen the gate. Every path is scored under the same ledger; the one of most tokens, less `regret_price` for
+every logit of regret, is kept and charged.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Judgement:
 
 
 class RelaxedVerifier(ABC):
-    """Keeps, in each tree, the longest path that the rule of the subclass allows."""
+    """Keeps, in each tree, the path worth most of those that the rule of the subclass allows."""
 
     name: ClassVar[str]
     limits: ClassVar[tuple[str, ...]]
@@ -79,7 +79,7 @@ class RelaxedVerifier(ABC):
         """
 
     def verify(self, trees: Seq[DraftTree], logits: Tensor, sequences: Seq[Sequence]) -> list[VerifyResult]:
-        """Keep the path of each tree that yields most tokens, then spends least regret, then comes first."""
+        """Keep the path of each tree that is worth most, then spends least regret, then comes first."""
         starts = tree_starts(trees, logits)
         if not trees:
             return []

@@ -8,7 +8,7 @@ import pytest
 
 from conftest import PROMPTS
 from paceline.bench.intervals import Interval
-from paceline.bench.limit_trials import Trial, cheapest, try_limits
+from paceline.bench.limit_trials import Trial, best_within, try_limits
 from paceline.engine.generator import Generator
 from paceline.relaxation import Relaxation
 from paceline.testing import ReplayDrafter
@@ -59,6 +59,6 @@ def _trial(price: float, accepted: float, low: float) -> Trial:
 
 def test_the_trial_that_accepts_most_within_the_loss_is_recommended():
     trials = [_trial(0, 3.0, -0.09), _trial(1, 2.6, -0.04), _trial(2, 2.4, -0.02)]
-    assert cheapest(trials, 0.05).limits.regret_price == 1
-    assert cheapest(trials, 0.03).limits.regret_price == 2
-    assert cheapest(trials, 0.01) is None
+    assert best_within(trials, 0.05).limits.regret_price == 1
+    assert best_within(trials, 0.03).limits.regret_price == 2
+    assert best_within(trials, 0.01) is None
