@@ -1,10 +1,10 @@
 """All draft trees of a batch as flat arrays, and the best path of each under a rule that refuses nodes.
 
 A lossy verifier decides for every node whether it may be kept provided that everything above it is. What is
-kept of a tree is then, of the paths without a refused node, the one that is worth most (its tokens, unless the
-rule says otherwise), then the one with least regret, then the one with fewest relaxed tokens (equal logits cost
-nothing, and the argmax is as good), then the one of the lowest node. All of it is array code; nothing runs node
-by node but the climb along the chosen path.
+kept of a tree is then, of the paths without a refused node, the one that is worth most (its tokens, unless
+the rule says otherwise), then the one with least regret, then the one with fewest relaxed tokens (equal
+logits cost nothing, and the argmax is as good), then the one of the lowest node. All of it is array code;
+nothing runs node by node but the climb along the chosen path.
 """
 
 from __future__ import annotations
