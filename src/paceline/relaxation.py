@@ -15,7 +15,7 @@ from paceline.config import check_known, nearest_name
 from paceline.errors import ConfigError, RequestError
 
 DEFAULT_VALUE_HORIZON = 7
-DEFAULT_REGRET_PRICE = 3.0
+DEFAULT_REGRET_PRICE = 4.0
 """Tokens that a logit of regret must bring; chosen on training prompts, see docs/algorithms/budgeted.md."""
 
 

@@ -40,7 +40,7 @@ def calibrate(
     value_horizon: Annotated[int, Option(help="Depth up to which tokens are at stake.")] = 7,
     regret_prices: Annotated[
         str, Option(help="Prices of regret to decode with, by commas; empty for none.")
-    ] = "1,2,4",
+    ] = "2,3,4",
 ) -> None:
     """Measure what strict verification rejects, decode with a few prices of regret, and suggest limits."""
     from dataclasses import replace
