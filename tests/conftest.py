@@ -15,11 +15,14 @@ from paceline.drafters.none import NoDrafter
 from paceline.drafters.phrase_trees import phrase_embeddings
 from paceline.engine.generator import Generator
 from paceline.heads.checkpoint import save_head
+from paceline.heads.eagle import EagleConfig, EagleHead
+from paceline.heads.eagle_folder import LoadedEagle, save_eagle
 from paceline.heads.phrase import PhraseHead, PhraseHeadConfig
 from paceline.targets.huggingface import HuggingFaceTarget
 from paceline.testing import greedy_oracle, tiny_model, tiny_tokenizer
 from paceline.vocabularies.chains import padded_token_ids
 from paceline.vocabularies.phrases import PhraseVocabulary
+from paceline.vocabularies.speculative import VocabularyRanking
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = ([7], [5, 6, 7, 8, 9], [(11 * i * i + 3 * i) % 93 + 3 for i in range(37)])
@@ -105,6 +108,29 @@ def phrase_head_of(
         _teach(head, target, vocabulary, texts)
         folder = tmp_path_factory.mktemp("heads") / architecture
         save_head(folder, head, vocabulary, {"target_fingerprint": target.fingerprint}, "A tiny head.")
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def eagle_head_of(
+    target_of: Callable[..., HuggingFaceTarget], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """Folder of an EAGLE-3 head with random weights and all vocabularies, for a tiny model; made once."""
+
+    @cache
+    def make(architecture: str) -> Path:
+        target = target_of(architecture)
+        size = target.hidden_size
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            head = EagleHead(EagleConfig("eagle3", size, size, 48, 4, 2, 8, feature_layers=(0, 1)))
+            ranking = VocabularyRanking(size, target.vocab_size, 8)
+        provenance = {"target_fingerprint": target.fingerprint}
+        loaded = LoadedEagle(head, ranking, torch.arange(0, target.vocab_size, 2), None, provenance)
+        folder = tmp_path_factory.mktemp("heads") / f"{architecture}-eagle"
+        save_eagle(folder, loaded, "A tiny head.")
         return folder
 
     return make

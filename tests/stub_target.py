@@ -28,6 +28,7 @@ class StubTarget:
     dtype = torch.float32
     device = torch.device("cpu")
     embedding_table = None
+    output_rows = None
     pads_rows = True
 
     def __init__(self, law: Law, vocab_size: int, *, context_len: int = 1 << 20) -> None:

@@ -7,19 +7,38 @@ A package adds a drafter or a verifier by declaring an entry point in the group 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from paceline.config import check_known
 from paceline.errors import ConfigError
 
+
+@dataclass(frozen=True, slots=True)
+class NamedDrafter:
+    """A drafter as a benchmark names it.
+
+    Attributes:
+        name: registered.
+        head: folder of a head of its own, if one is named.
+    """
+
+    name: str
+    head: Path | None
+
+
 DRAFTERS: Mapping[str, str] = MappingProxyType(
     {
         "none": "paceline.drafters.none:NoDrafter",
         "prompt_lookup": "paceline.drafters.prompt_lookup:PromptLookupDrafter",
         "phrase": "paceline.drafters.phrase:PhraseDrafter",
+        "eagle3:full": "paceline.drafters.eagle:EagleDrafter",
+        "eagle3:static": "paceline.drafters.eagle:StaticEagleDrafter",
+        "eagle3:speculative": "paceline.drafters.eagle:SpeculativeEagleDrafter",
         "phrase+prompt_lookup": "paceline.drafters.mixed:MixedDrafter",
     }
 )
@@ -47,6 +66,17 @@ def verifier_names() -> list[str]:
 def drafter_class(name: str) -> Any:
     """The drafter class registered as `name`; ConfigError names the nearest known one."""
     return _resolve("drafter", name, _paths("paceline.drafters", DRAFTERS))
+
+
+def split_drafter(text: str) -> NamedDrafter:
+    """Read `NAME` or `NAME:FOLDER`, where a name may hold a colon itself; ConfigError for unknown names."""
+    known = _paths("paceline.drafters", DRAFTERS)
+    for name in sorted(known, key=len, reverse=True):
+        if text == name or text.startswith(f"{name}:"):
+            folder = text[len(name) + 1 :]
+            return NamedDrafter(name, Path(folder) if folder else None)
+    check_known("drafter", text.partition(":")[0], known)
+    raise ConfigError(f"drafter {text!r} is not known")
 
 
 def verifier_class(name: str) -> Any:

@@ -34,11 +34,15 @@ ARCHITECTURES = sorted(set(TINY_ARCHITECTURES) - {"gpt2-short"})
 
 
 @pytest.fixture
-def build_drafter(target_of, phrase_head_of):
+def build_drafter(target_of, phrase_head_of, eagle_head_of):
     """A registered drafter for a tiny target; those that need a head get one that was trained for it."""
 
     def build(name, architecture):
-        head = phrase_head_of(architecture) if name.startswith("phrase") else None
+        head = None
+        if name.startswith("phrase"):
+            head = phrase_head_of(architecture)
+        elif name.startswith("eagle"):
+            head = eagle_head_of(architecture)
         return drafter_class(name).build(target_of(architecture), head, 16)
 
     return build

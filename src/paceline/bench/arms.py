@@ -19,7 +19,7 @@ from paceline.engine.generator import Generator
 from paceline.engine.node_budget import AdaptiveBudget, NodeBudget, budget_of
 from paceline.engine.stats import GenerationStatistics
 from paceline.errors import UnsupportedFeatureError
-from paceline.registry import drafter_class
+from paceline.registry import drafter_class, split_drafter
 from paceline.sampling import SamplingParameters
 
 STRICT = "greedy"
@@ -175,9 +175,10 @@ def engine_arms(
         return budget_of(width, generator.target)
 
     for text in drafters:
-        drafter, _, folder = text.partition(":")
+        named = split_drafter(text)
+        drafter = named.name
         build = drafter_class(drafter)
-        own_head = Path(folder) if folder else head if drafter not in ("none", "prompt_lookup") else None
+        own_head = named.head or (head if drafter not in ("none", "prompt_lookup") else None)
         for width in widths if drafter != "none" else (0,):
             built = build.build(generator.target, own_head, budget_for(width).max_nodes)
             own: list[EngineArm] = []
@@ -188,7 +189,7 @@ def engine_arms(
                     drafter,
                     spec.text,
                     width if drafter != "none" else None,
-                    str(own_head) if folder else None,
+                    None if named.head is None else str(named.head),
                 )
                 repeats = (1, 2) if name.verifier == STRICT and is_lossy and drafter != "none" else (1,)
                 for repeat in repeats:

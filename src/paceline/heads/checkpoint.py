@@ -15,18 +15,16 @@ silently.
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from paceline.errors import CheckpointError, ConfigError
+from paceline.heads.folders import check_files, read_json, read_tensors, replaced_folder, write_json
 from paceline.heads.phrase import PhraseHead, PhraseHeadConfig
 from paceline.vocabularies.phrases import PhraseVocabulary
 
@@ -105,24 +103,16 @@ def save_head(
         raise CheckpointError(
             f"{len(vocabulary)} phrases for a head with {head.config.num_entries} outputs: give one each"
         )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
-        fresh = Path(scratch) / "new"
-        fresh.mkdir()
+    with replaced_folder(folder) as fresh:
         document = {"head_type": HEAD_TYPE, "format_version": FORMAT_VERSION, "head": asdict(head.config)}
-        _write_json(fresh / "config.json", document)
+        write_json(fresh / "config.json", document)
         tensors = {
             name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in head.state_dict().items()
         }
         save_file(tensors, fresh / "model.safetensors")
         vocabulary.save(fresh / "phrases.json")
-        _write_json(fresh / "provenance.json", dict(provenance))
+        write_json(fresh / "provenance.json", dict(provenance))
         (fresh / "README.md").write_text(readme, encoding="utf-8")
-        for file in fresh.iterdir():
-            file.chmod(0o644)
-        if folder.exists():
-            folder.rename(Path(scratch) / "old")
-        fresh.rename(folder)
 
 
 def load_head(folder: str | Path) -> LoadedHead:
@@ -132,7 +122,7 @@ def load_head(folder: str | Path) -> LoadedHead:
         CheckpointError: it is incomplete, damaged, of another kind, or its parts do not fit together.
     """
     folder = Path(folder)
-    config, provenance = _read_config(folder), _read_json(folder / "provenance.json")
+    config, provenance = _read_config(folder), read_json(folder / "provenance.json")
     vocabulary = PhraseVocabulary.load(folder / "phrases.json")
     if len(vocabulary) != config.num_entries:
         raise CheckpointError(
@@ -140,7 +130,8 @@ def load_head(folder: str | Path) -> LoadedHead:
         )
     with torch.device("meta"):
         head = PhraseHead(config)
-    head.load_state_dict(_read_tensors(folder / "model.safetensors", head), assign=True)
+    wanted = {name: tuple(parameter.shape) for name, parameter in head.state_dict().items()}
+    head.load_state_dict(read_tensors(folder / "model.safetensors", wanted), assign=True)
     return LoadedHead(head.eval(), vocabulary, config, provenance)
 
 
@@ -176,24 +167,18 @@ def default_head(target: str, head_type: str = HEAD_TYPE) -> Path | None:
         head_type: kind of head wanted.
     """
     for folder in pretrained_heads():
-        if _read_json(folder / "config.json").get("head_type") != head_type:
+        if read_json(folder / "config.json").get("head_type") != head_type:
             continue
-        if target in (folder.parent.name, _read_json(folder / "provenance.json").get("target_fingerprint")):
+        if target in (folder.parent.name, read_json(folder / "provenance.json").get("target_fingerprint")):
             return folder
     return None
 
 
 def _read_config(folder: Path) -> PhraseHeadConfig:
     """Check that the folder is a head that this version reads, and return its shape."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: there is no such head folder")
-    missing = [name for name in _FILES if not (folder / name).is_file()]
-    if missing:
-        raise CheckpointError(
-            f"{folder}: {', '.join(missing)} missing, a head folder has {', '.join(_FILES)}"
-        )
+    check_files(folder, _FILES)
     path = folder / "config.json"
-    document = _read_json(path)
+    document = read_json(path)
     if set(document) != {"head_type", "format_version", "head"}:
         raise CheckpointError(
             f"{path}: has keys {sorted(document)}, it must have head_type, format_version and head"
@@ -215,46 +200,3 @@ def _read_config(folder: Path) -> PhraseHeadConfig:
         return PhraseHeadConfig(**values)
     except (ConfigError, TypeError) as error:
         raise CheckpointError(f"{path}: {error}") from error
-
-
-def _read_tensors(path: Path, head: PhraseHead) -> dict[str, torch.Tensor]:
-    """The parameters of `head` from a file that has exactly those, as fp32."""
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot be read as safetensors ({error})") from error
-    wanted = {name: tuple(parameter.shape) for name, parameter in head.state_dict().items()}
-    for what, names in (
-        ("missing", wanted.keys() - tensors.keys()),
-        ("unknown", tensors.keys() - wanted.keys()),
-    ):
-        if names:
-            raise CheckpointError(
-                f"{path}: {what} tensors {sorted(names)}, it must hold exactly {sorted(wanted)}"
-            )
-    for name, tensor in tensors.items():
-        if tuple(tensor.shape) != wanted[name]:
-            raise CheckpointError(
-                f"{path}: {name} has shape {tuple(tensor.shape)}, config.json asks for {wanted[name]}"
-            )
-        if not tensor.is_floating_point():
-            raise CheckpointError(f"{path}: {name} has dtype {tensor.dtype}, it must be a float")
-        if not tensor.isfinite().all():
-            raise CheckpointError(f"{path}: {name} holds values that are not finite: the training diverged")
-    return {name: tensor.to(torch.float32) for name, tensor in tensors.items()}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: is not JSON ({error})") from error
-    if not isinstance(document, dict):
-        raise CheckpointError(f"{path}: is a {type(document).__name__}, it must be a JSON object")
-    return document
-
-
-def _write_json(path: Path, document: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -198,3 +198,23 @@ class BudgetedCall(Structure):
         ("reasons", c_void_p),
         ("values", c_void_p),
     ]
+
+
+class GatherDot(Structure):
+    """Chosen rows of an output layer, states and scores."""
+
+    _fields_: ClassVar = [
+        ("dtype", c_int32),
+        ("num_threads", c_int32),
+        ("num_rows", c_int64),
+        ("num_ids", c_int64),
+        ("size", c_int64),
+        ("num_weights", c_int64),
+        ("weight_stride", c_int64),
+        ("index_stride", c_int64),
+        ("hidden", c_void_p),
+        ("weights", c_void_p),
+        ("index", c_void_p),
+        ("bias", c_void_p),
+        ("out", c_void_p),
+    ]

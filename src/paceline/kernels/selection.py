@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.errors import ShapeError
 from paceline.kernels import abi
 from paceline.kernels.build import loaded_kernels
 
@@ -62,3 +63,38 @@ def logits_at(logits: Tensor, rows: NDArray[np.int64], ids: NDArray[np.int64]) -
     # numpy has no bf16: its 16 bits are the upper half of an fp32 number.
     halves = logits.view(torch.int16).numpy()[rows, ids]
     return (halves.astype(np.int32) << 16).view(np.float32).astype(np.float64)
+
+
+def top_ids(scores: Tensor, num_ids: int) -> Tensor:
+    """Ids of the largest scores of each row, ascending; of equal ones at the edge the lowest ids.
+
+    Ascending, because that is the order in which the rows of an output layer are best read.
+
+    Args:
+        scores: fp32 [M, V] without NaN.
+        num_ids: k, at most V.
+
+    Returns:
+        int64 [M, k] on the same device.
+    """
+    num_rows, size = scores.shape
+    if not 0 <= num_ids <= size:
+        raise ShapeError(f"{num_ids} of {size} scores are asked for: at most all of them can be")
+    if num_ids == size:
+        return torch.arange(size, device=scores.device).expand(num_rows, size)
+    library = loaded_kernels() if scores.device.type == "cpu" else None
+    if library is None or scores.dtype is not torch.float32 or not num_ids:
+        # A stable sort settles equal scores by the lowest id, which torch.topk does not promise.
+        order = scores.float().sort(dim=-1, descending=True, stable=True).indices
+        return order[:, :num_ids].sort(dim=-1).values
+    scores = scores.contiguous()
+    ids = torch.empty(num_rows, num_ids, dtype=torch.int64)
+    library.paceline_top_ids(
+        ctypes.c_void_p(scores.data_ptr()),
+        ctypes.c_int64(num_rows),
+        ctypes.c_int64(size),
+        ctypes.c_int64(num_ids),
+        ctypes.c_void_p(ids.data_ptr()),
+        ctypes.c_int32(torch.get_num_threads()),
+    )
+    return ids

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -69,6 +70,23 @@ class TargetOutput:
         return self._compute_logits(self.hidden.index_select(0, rows))
 
 
+@dataclass(frozen=True, slots=True)
+class OutputRows:
+    """Weights of a target's output layer, and what stands between products and logits.
+
+    Attributes:
+        weight: [V, D].
+        bias: [V], or None.
+        scale: factor of the products.
+        soft_cap: bound of the logits, None without.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    scale: float
+    soft_cap: float | None
+
+
 class TargetModel(Protocol):
     """A frozen model that scores draft trees. `cached_len(s) == len(s) - 1` holds between rounds."""
 
@@ -102,6 +120,10 @@ class TargetModel(Protocol):
     @property
     def embedding_table(self) -> Tensor | None:
         """[V, D]: weights of the input embeddings, unscaled, where they lie in one table; else None."""
+
+    @property
+    def output_rows(self) -> OutputRows | None:
+        """The output layer row by row, for drafters that score some of them; None where it is not shown."""
 
     @property
     def pads_rows(self) -> bool:

@@ -21,7 +21,7 @@ from paceline.errors import ConfigError, IncompatibleModelError, ShapeError, Uns
 from paceline.kv_cache import Growth, KVCache
 from paceline.sequence import Segment, Sequence, VerifyResult
 from paceline.targets.architecture import Architecture, read_architecture
-from paceline.targets.base import TargetOutput
+from paceline.targets.base import OutputRows, TargetOutput
 from paceline.targets.buckets import MAX_WIDTH
 from paceline.targets.cuda_graphs import CudaGraphs
 from paceline.targets.eager_forward import EagerDecoder
@@ -243,6 +243,20 @@ class HuggingFaceTarget:
         """[V, D]: weights of the input embeddings, whatever factor the model applies to them."""
         table: Any = self.architecture.embedding.weight
         return table.detach() if table.dim() == 2 and table.shape[1] == self.hidden_size else None
+
+    @property
+    def output_rows(self) -> OutputRows | None:
+        """The output layer row by row; the packed path keeps its weights beside the packed ones."""
+        weight: Any = getattr(self.architecture.lm_head, "weight", None)
+        if weight is None or weight.dim() != 2 or weight.shape[1] != self.hidden_size:
+            return None
+        bias = getattr(self.architecture.lm_head, "bias", None)
+        return OutputRows(
+            weight.detach(),
+            None if bias is None else bias.detach(),
+            self.architecture.logit_scale,
+            self.architecture.logit_soft_cap,
+        )
 
     @torch.no_grad()
     def embedding(self, token_ids: Tensor) -> Tensor:

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.errors import ShapeError
 from paceline.kernels import build
-from paceline.kernels.selection import argmax_rows
+from paceline.kernels.selection import argmax_rows, top_ids
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,3 +44,31 @@ def test_nothing_is_compiled_for_the_asking(monkeypatch):
     logits = torch.tensor([[0.0, 2.0, 2.0]], dtype=torch.bfloat16)
     assert argmax_rows(logits).tolist() == [1]
     assert not build._LOADED
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 300), st.integers(0, 2**31), st.integers(1, 12), st.data())
+def test_top_ids_are_the_largest_and_settle_ties_by_the_lowest(num_rows, size, seed, num_values, data):
+    """Few distinct values, so that the edge runs through many equal ones."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randint(num_values, (num_rows, size), generator=generator).float()
+    scores[scores == 3] = -torch.inf
+    num_ids = data.draw(st.integers(0, size))
+    found = top_ids(scores, num_ids)
+    order = scores.sort(dim=-1, descending=True, stable=True).indices[:, :num_ids]
+    assert torch.equal(found, order.sort(dim=-1).values)
+
+
+@pytest.mark.parametrize("order", ["random", "rising", "falling"])
+def test_top_ids_of_a_vocabulary(order):
+    scores = torch.randn(3, 50_000, generator=torch.Generator().manual_seed(0))
+    if order != "random":
+        scores = scores.sort(dim=-1, descending=order == "falling").values
+    expected = scores.topk(2048).indices.sort(dim=-1).values
+    assert torch.equal(top_ids(scores, 2048), expected)
+    assert torch.equal(top_ids(scores.double(), 2048), expected)
+
+
+def test_more_ids_than_scores_are_refused():
+    with pytest.raises(ShapeError, match="4 of 3 scores"):
+        top_ids(torch.ones(1, 3), 4)

@@ -1,0 +1,1 @@
+"""Public formats of draft heads: one importer or exporter a file."""

@@ -1,0 +1,104 @@
+"""What a draft head scores its candidates with: all entries, a fixed subset, or one chosen at every step.
+
+The output layer dominates the time of a one-layer drafter, and a subset makes it short. But a softmax over a
+subset overstates every candidate, and node values would no longer compare across drafters: so candidates
+come with the logarithm of the mass that *all* entries have, as well as the vocabulary knows it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Scored entries of M states.
+
+    Attributes:
+        logits: fp32 [M, k].
+        entry_ids: int64 [M, k], or [k] where all states share them; None where they are 0 to k - 1.
+        log_normalizer: fp32 [M], logarithm of the summed exponentials of the logits of all entries, those
+            that were not scored included.
+    """
+
+    logits: Tensor
+    entry_ids: Tensor | None
+    log_normalizer: Tensor
+
+    @property
+    def log_probs(self) -> Tensor:
+        """fp32 [M, k]: log-probabilities over all entries; their exponentials sum to at most 1."""
+        return self.logits - self.log_normalizer[:, None]
+
+    def ids_at(self, places: Tensor) -> Tensor:
+        """Entry ids of places among the candidates: int64 [M, n] -> [M, n]."""
+        if self.entry_ids is None:
+            return places
+        if self.entry_ids.dim() == 1:
+            return self.entry_ids[places]
+        return self.entry_ids.gather(1, places)
+
+    def best(self, num_entries: int) -> BestEntries:
+        """The likeliest entries of each state, the likeliest first."""
+        top = self.log_probs.topk(min(num_entries, self.logits.shape[1]), dim=-1)
+        return BestEntries(self.ids_at(top.indices), top.values)
+
+
+@dataclass(frozen=True, slots=True)
+class BestEntries:
+    """The n likeliest entries of M states.
+
+    Attributes:
+        entry_ids: int64 [M, n].
+        log_probs: fp32 [M, n], falling.
+    """
+
+    entry_ids: Tensor
+    log_probs: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingScores:
+    """What a loss is computed from.
+
+    Attributes:
+        logits: [M, S], of the entries in use.
+        entry_ids: int64 [S], which ones; None for all of them in order.
+        ranking: [M, V], the scores that choose candidates; None where nothing is chosen per step.
+    """
+
+    logits: Tensor
+    entry_ids: Tensor | None = None
+    ranking: Tensor | None = None
+
+
+class OutputVocabulary(Protocol):
+    """Turns the final states of a draft head into scored entries.
+
+    Attributes:
+        num_entries: V, entries of the target's vocabulary.
+        num_candidates: how many are scored.
+    """
+
+    @property
+    def num_entries(self) -> int:
+        """V."""
+
+    @property
+    def num_candidates(self) -> int:
+        """Entries that are scored per state."""
+
+    def candidates(self, hidden: Tensor) -> Candidates:
+        """Score the states: [M, D]."""
+
+    def training_scores(self, hidden: Tensor) -> TrainingScores:
+        """The same with gradients to `hidden`, and to whatever the vocabulary learns: [M, D]."""
+
+
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """fp32 [M, k] -> [M]; minus infinity for no entries."""
+    return torch.logsumexp(logits.float(), dim=-1)

@@ -1,0 +1,272 @@
+"""EAGLE drafting: what the head's cache holds, and that a node is worth what the head says of its path."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional
+
+from conftest import PROMPTS
+from paceline.drafters.eagle import EagleDrafter
+from paceline.engine.generator import Generator
+from paceline.errors import CheckpointError, ConfigError
+from paceline.heads.eagle import EagleConfig, EagleHead
+from paceline.heads.eagle_folder import LoadedEagle, save_eagle
+from paceline.heads.formats.eagle_checkpoint import save_speculators_eagle3
+from paceline.kernels import build
+from paceline.registry import drafter_class
+from paceline.sampling import SamplingParameters
+from paceline.tree import check_tree
+from paceline.vocabularies.full import FullVocabulary
+from paceline.vocabularies.output_layer import OutputLayer
+from paceline.vocabularies.speculative import SpeculativeVocabulary, VocabularyRanking
+from paceline.vocabularies.static import StaticVocabulary
+
+NUM_NEW = 24
+KINDS = ("eagle3", "eagle")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels():
+    build.load_kernels()
+
+
+def head_of(target, kind="eagle3") -> EagleHead:
+    """Random, but loud enough to prefer some tokens."""
+    size = target.hidden_size
+    config = EagleConfig(kind, size, size, 48, 4, 2, 8, feature_layers=(0, 1) if kind == "eagle3" else ())
+    torch.manual_seed(0)
+    head = EagleHead(config).eval().requires_grad_(False)
+    for parameter in head.parameters():
+        parameter.mul_(2.0)
+    return head
+
+
+def layer_of(target) -> OutputLayer:
+    return OutputLayer(target.model.get_output_embeddings().weight.detach() * 3.0)
+
+
+def drafter_of(target, kind="eagle3", vocabulary=None, **shape) -> EagleDrafter:
+    return EagleDrafter(
+        target, head_of(target, kind), vocabulary or FullVocabulary(layer_of(target)), **shape
+    )
+
+
+def generator_with(target, tokenizer, drafter, **settings) -> Generator:
+    return Generator(target, tokenizer, drafter, num_speculative_tokens=24, **settings)
+
+
+def vocabularies(target):
+    layer = layer_of(target)
+    ranking = VocabularyRanking(target.hidden_size, layer.num_entries, 8)
+    return {
+        "full": FullVocabulary(layer),
+        "static": StaticVocabulary.of_rows(layer, torch.arange(0, layer.num_entries, 3)),
+        "speculative": SpeculativeVocabulary(layer, ranking, 20),
+        "speculative, shared": SpeculativeVocabulary(layer, ranking, 20, shares_candidates=True),
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["full", "static", "speculative", "speculative, shared"])
+@pytest.mark.parametrize("shape", [{"top_k": 4, "depth": 3}, {"top_k": 1, "depth": 5}], ids=["tree", "chain"])
+def test_text_is_the_targets_with_every_vocabulary(target_of, tokenizer, oracle_of, kind, name, shape):
+    target = target_of("llama")
+    drafter = drafter_of(target, kind, vocabularies(target)[name], **shape)
+    generator = generator_with(target, tokenizer, drafter)
+    asked = SamplingParameters(max_new_tokens=NUM_NEW)
+    results = generator.generate_batch([list(prompt) for prompt in PROMPTS], asked)
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        assert list(result.token_ids) == oracle_of("llama", tuple(prompt), NUM_NEW)
+    assert results[0].statistics.num_draft_tokens > 0
+
+
+def committed(target, ids):
+    """Features of a whole text, and the pairs that a head makes of it."""
+    layers = (0, 1)
+    with torch.no_grad():
+        states = target.model(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states
+    return {"eagle3": torch.stack([states[i][0] for i in layers], 1), "eagle": states[-1][0][:, None]}
+
+
+def path_log_prob(target, head, layer, kind, ids, path):
+    """Log-probability of drafted tokens behind `ids`, by a dense forward over everything."""
+    features = committed(target, ids[:-1])[kind]
+    state, tokens, total = head.fuse(features), list(ids[1:]), 0.0
+    for token_id in path:
+        positions = torch.arange(len(state))[None]
+
+        def causal(q, k, v):
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+        embedding = target.embedding(torch.tensor(tokens))
+        found = head(embedding[None], state[None], positions, causal)
+        total += float(layer.all_logits(found.final[0, -1:]).log_softmax(-1)[0, token_id])
+        # Own guesses go on from the state that was fed back, at the places of the guesses only.
+        state = torch.cat([state, found.fed_back[0, -1:]])
+        tokens.append(token_id)
+    return total
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_node_is_worth_the_likelihood_of_its_path(target_of, tokenizer, kind):
+    target = target_of("llama")
+    drafter = drafter_of(target, kind, top_k=3, depth=4)
+    generator = generator_with(target, tokenizer, drafter)
+    sequence = generator.open(list(PROMPTS[1]), SamplingParameters(max_new_tokens=40)).sequence
+    head, layer = head_of(target, kind), layer_of(target)
+    for _ in range(4):
+        generator.engine.round()
+    (tree,) = drafter.propose([sequence], 12)
+    check_tree(tree)
+    assert tree.num_draft_tokens == 12
+    assert int(tree.depths.max()) > 1
+    parents, tokens = tree.parents.tolist(), tree.token_ids.tolist()
+    for node in range(1, len(tree)):
+        path, above = [], node
+        while above:
+            path.insert(0, tokens[above])
+            above = parents[above]
+        expected = path_log_prob(target, head, layer, kind, sequence.token_ids, path)
+        assert float(tree.node_values[node].log()) == pytest.approx(expected, abs=2e-3)
+    # Nothing that was left out is likelier than the least likely that is in.
+    first = [float(v) for v, p in zip(tree.node_values, parents, strict=True) if p == 0]
+    assert len(first) <= 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("prefill_chunk", [512, 4])
+def test_the_cache_holds_what_the_targets_features_give(target_of, tokenizer, kind, prefill_chunk):
+    """Row 28 of the public faults: none of its own guesses stays; it equals a fresh start over the text."""
+    target = target_of("llama")
+    drafter = drafter_of(target, kind, top_k=3, depth=3)
+    generator = generator_with(target, tokenizer, drafter)
+    generator.engine.prefill_chunk = prefill_chunk
+    sequence = generator.open(list(PROMPTS[2]), SamplingParameters(max_new_tokens=30)).sequence
+    while len(sequence.output_ids) < 20:
+        generator.engine.round()
+    proposed = drafter.propose([sequence], 10)[0]
+    length = drafter._cache.lengths[sequence]
+    assert length == len(sequence) - 1
+
+    fresh = drafter_of(target, kind, top_k=3, depth=3)
+    fresh._keep(sequence, committed(target, sequence.token_ids[:-1])[kind], len(sequence) - 1)
+    again = fresh.propose([sequence], 10)[0]
+    kept, made = (d._cache._buffer[:, d._cache._lanes[sequence], :, :length] for d in (drafter, fresh))
+    torch.testing.assert_close(kept, made, rtol=1e-4, atol=1e-4)
+    assert torch.equal(proposed.token_ids, again.token_ids)
+    torch.testing.assert_close(proposed.node_values, again.node_values, rtol=1e-3, atol=1e-5)
+
+
+def test_sequences_of_a_batch_draft_as_they_do_alone(target_of, tokenizer):
+    target = target_of("llama")
+    together = drafter_of(target, top_k=3, depth=4)
+    generator = generator_with(target, tokenizer, together)
+    asked = SamplingParameters(max_new_tokens=40)
+    sequences = [generator.open(list(prompt), asked).sequence for prompt in PROMPTS]
+    for _ in range(3):
+        generator.engine.round()
+    trees = together.propose(sequences, 10)
+    for sequence, tree in zip(sequences, trees, strict=True):
+        alone = drafter_of(target, top_k=3, depth=4)
+        alone._keep(sequence, committed(target, sequence.token_ids[:-1])["eagle3"], len(sequence) - 1)
+        (own,) = alone.propose([sequence], 10)
+        assert torch.equal(tree.token_ids, own.token_ids)
+        assert torch.equal(tree.parents, own.parents)
+    together.release(sequences[1])
+    generator.engine.release(sequences[1])
+    assert set(together._features) == {sequences[0], sequences[2]}
+    # Asked once more for the same round, with a lane between them gone, it says the same.
+    again = together.propose([sequences[0], sequences[2]], 10)
+    assert [tree.token_ids.tolist() for tree in again] == [trees[i].token_ids.tolist() for i in (0, 2)]
+
+
+def test_nothing_is_drafted_before_features_are_there(target_of, tokenizer):
+    target = target_of("llama")
+    drafter = drafter_of(target)
+    generator = generator_with(target, tokenizer, drafter)
+    sequence = generator.open(list(PROMPTS[1]), SamplingParameters(max_new_tokens=4)).sequence
+    assert drafter.propose([sequence], 8)[0].num_draft_tokens == 0
+    generator.engine.round()
+    assert drafter.propose([sequence], 8)[0].num_draft_tokens == 8
+    assert drafter.propose([sequence], 0)[0].num_draft_tokens == 0
+
+
+def test_shapes_that_draft_nothing_are_refused(target_of):
+    with pytest.raises(ConfigError, match="top_k 0, depth None"):
+        drafter_of(target_of("llama"), top_k=0)
+
+
+@pytest.fixture
+def folder_of(target_of, tmp_path):
+    """A head folder for a tiny target."""
+
+    def make(architecture="llama", **changes):
+        target = target_of(architecture)
+        ranking = VocabularyRanking(target.hidden_size, target.vocab_size, 8)
+        loaded = LoadedEagle(
+            head_of(target), ranking, torch.arange(0, target.vocab_size, 2), None,
+            {"target_fingerprint": target.fingerprint, "coverage": 0.5},
+        )  # fmt: skip
+        save_eagle(tmp_path / "head", replace(loaded, **changes), "")
+        return tmp_path / "head"
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["full", "static", "speculative"])
+def test_one_folder_serves_all_vocabularies(target_of, folder_of, name):
+    drafter = drafter_class(f"eagle3:{name}").build(target_of("llama"), folder_of(), 16)
+    assert type(drafter._vocabulary).__name__ == f"{name.capitalize()}Vocabulary"
+    if name == "speculative":
+        assert drafter._vocabulary.shares_candidates
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "named"),
+    [
+        ({"ranking": None}, "speculative", "no ranking"),
+        ({"static_ids": None}, "static", "no static vocabulary"),
+        ({"static_ids": torch.tensor([1, 10**6])}, "full", "token ids up to 1000000"),
+        ({"static_ids": torch.tensor([1, 2]), "rows": torch.ones(2, 32)}, "full", "use vocabulary 'static'"),
+    ],
+)
+def test_heads_without_what_a_vocabulary_needs_are_refused(target_of, folder_of, changes, name, named):
+    with pytest.raises(CheckpointError, match=named):
+        drafter_class(f"eagle3:{name}").build(target_of("llama"), folder_of(**changes), 16)
+
+
+def test_heads_of_other_targets_are_refused_or_warned_of(target_of, folder_of):
+    target = target_of("llama")
+    with pytest.warns(UserWarning, match="the head was trained for target other"):
+        EagleDrafter.build(target, folder_of(provenance={"target_fingerprint": "other"}), 16)
+    wide = EagleHead(EagleConfig("eagle3", 48, 48, 48, 4, 2, 8, feature_layers=(0, 1)))
+    with pytest.raises(CheckpointError, match="features of width 48"):
+        EagleDrafter.build(target, folder_of(head=wide, ranking=None), 16)
+    deep = EagleHead(replace(head_of(target).config, feature_layers=(0, 99)))
+    with pytest.raises(CheckpointError, match=r"reads layers \[99\]"):
+        EagleDrafter.build(target, folder_of(head=deep), 16)
+    with pytest.raises(ConfigError, match="no EAGLE head is shipped"):
+        EagleDrafter.build(target, None, 16)
+
+
+def test_a_published_checkpoint_drafts_with_its_own_rows(target_of, tokenizer, oracle_of, tmp_path):
+    target = target_of("llama")
+    ids = torch.arange(0, target.vocab_size, 2)
+    save_speculators_eagle3(
+        tmp_path / "public",
+        head_of(target),
+        output_weight=target.output_rows.weight[ids] * 3.0,
+        entry_ids=ids,
+        vocab_size=target.vocab_size,
+        verifier_name="t",
+        verifier_architectures=(),
+    )
+    drafter = drafter_class("eagle3:static").build(target, tmp_path / "public", 16)
+    generator = generator_with(target, tokenizer, drafter)
+    result = generator.generate(list(PROMPTS[2]), SamplingParameters(max_new_tokens=NUM_NEW))
+    assert list(result.token_ids) == oracle_of("llama", tuple(PROMPTS[2]), NUM_NEW)
+    assert result.statistics.num_draft_tokens > 0
+    assert drafter.propose([], 8) == []

@@ -1,0 +1,163 @@
+"""An EAGLE fit on tiny models: it learns, goes on where it stopped, and touches nothing that is frozen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from paceline.errors import CheckpointError
+from paceline.heads.eagle import EagleConfig, EagleHead
+from paceline.training.capture import Conversation
+from paceline.training.eagle_batch import build_batch
+from paceline.training.eagle_fit import EagleFit, EagleFitOptions
+from paceline.training.eagle_texts import batches, padded
+from paceline.vocabularies.output_layer import OutputLayer
+from paceline.vocabularies.speculative import VocabularyRanking
+
+OPTIONS = EagleFitOptions(epochs=3, learning_rate=5e-3, batch_tokens=96, num_steps=3)
+
+
+@pytest.fixture(scope="module")
+def texts(target_of, oracle_of):
+    """Greedy answers of the tiny target behind short prompts."""
+    found = []
+    for start in range(3, 27):
+        prompt = [start, (start * 7) % 90 + 3, 5]
+        ids = torch.tensor([*prompt, *oracle_of("llama", tuple(prompt), 20)])
+        found.append(Conversation(ids, torch.arange(len(ids)) >= 3))
+    return found
+
+
+def layer_of(target) -> OutputLayer:
+    return OutputLayer(target.model.get_output_embeddings().weight.detach())
+
+
+def fit_of(target, texts, folder, options=OPTIONS, **extra) -> EagleFit:
+    size = target.hidden_size
+    torch.manual_seed(0)
+    head = EagleHead(EagleConfig("eagle3", size, size, 48, 4, 2, 8, feature_layers=(0, 1)))
+    return EagleFit(head, target, layer_of(target), texts[:20], texts[20:], options, folder, **extra)
+
+
+def test_a_batch_pairs_features_with_the_token_behind_and_the_one_to_predict(target_of, texts):
+    """Row 66 of the public faults: every assistant token is predicted once, and no prompt token."""
+    target = target_of("llama")
+    batch = build_batch(target, texts[:2], (0, 1))
+    ids, width = texts[0].token_ids, batch.embedding.shape[1]
+    assert batch.next_ids[0, : len(ids) - 2].tolist() == ids[2:].tolist()
+    assert batch.is_learned[0, : len(ids) - 2].tolist() == [i + 2 >= 3 for i in range(len(ids) - 2)]
+    torch.testing.assert_close(batch.embedding[0, 0], target.embedding(ids[1:2])[0])
+    with torch.no_grad():
+        states = target.model(input_ids=ids[None], output_hidden_states=True)
+    torch.testing.assert_close(
+        batch.features[0, 4, 1].float(), states.hidden_states[1][0, 4], rtol=0.02, atol=0.02
+    )
+    # Row 65: what the teacher says at a pair is the target's own next token.
+    logits = layer_of(target).all_logits(batch.teacher[0].float())
+    agreed = (logits.argmax(-1) == batch.next_ids[0])[batch.is_learned[0]]
+    assert agreed.float().mean() > 0.9
+    assert width == max(len(text.token_ids) for text in texts[:2]) - 2
+
+
+def test_the_head_learns_what_the_target_says(target_of, texts, tmp_path):
+    target = target_of("llama")
+    before = [parameter.clone() for parameter in target.model.parameters()]
+    said = []
+    fit = fit_of(target, texts, tmp_path / "fit", replace(OPTIONS, epochs=30, learning_rate=1e-2))
+    # Random models write what cannot be foreseen, but it can be learned by heart.
+    fit.train = fit.held_out = texts[:6]
+    history = fit.run(say=said.append)
+    assert len(said) == len(history) == 30
+    assert history[-1].train_loss < 0.75 * history[0].train_loss
+    assert history[-1].held_out_loss < history[0].held_out_loss
+    assert history[-1].agreement[0] > 0.6 > history[0].agreement[0]
+    assert 1.6 < history[-1].acceptance_length <= 4
+    # Row 70: every part has learned, and the target is what it was.
+    assert all(
+        parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in fit.head.parameters()
+    )
+    for old, parameter in zip(before, target.model.parameters(), strict=True):
+        assert torch.equal(old, parameter)
+        assert parameter.grad is None
+
+
+def test_an_interrupted_fit_ends_as_an_uninterrupted_one(target_of, texts, tmp_path):
+    target = target_of("llama")
+    whole = fit_of(target, texts, tmp_path / "whole")
+    whole.run(say=lambda _: None)
+
+    class StoppedError(Exception):
+        pass
+
+    def stop_in_the_second_epoch(num_steps):
+        if num_steps == first.steps_per_epoch + 1:
+            raise StoppedError
+
+    first = fit_of(target, texts, tmp_path / "parts")
+    with pytest.raises(StoppedError):
+        first.run(stop_in_the_second_epoch, say=lambda _: None)
+    second = fit_of(target, texts, tmp_path / "parts")
+    second.run(say=lambda _: None)
+    assert second.history == whole.history
+    for name, tensor in whole.head.state_dict().items():
+        assert torch.equal(second.head.state_dict()[name], tensor), name
+    names = sorted(path.name for path in (tmp_path / "parts").iterdir())
+    assert names == ["epoch-3.pt", "epoch-3.safetensors", "history.json"]
+
+
+def test_a_ranking_learns_beside_the_head_and_changes_nothing_about_it(target_of, texts, tmp_path):
+    target = target_of("llama")
+    layer = layer_of(target)
+    plain = fit_of(target, texts, tmp_path / "plain")
+    torch.manual_seed(5)
+    ranking = VocabularyRanking(target.hidden_size, layer.num_entries, 8)
+    before = ranking.vocabulary.weight.detach().clone()
+    ranked = fit_of(target, texts, tmp_path / "ranked", replace(OPTIONS, gradient_norm=1e9), ranking=ranking)
+    plain.options = replace(OPTIONS, gradient_norm=1e9)
+    plain.run(say=lambda _: None)
+    ranked.run(say=lambda _: None)
+    assert not torch.equal(before, ranking.vocabulary.weight)
+    assert ranked.history[-1].coverage == 1.0, "fewer entries than candidates"
+    for name, tensor in plain.head.state_dict().items():
+        torch.testing.assert_close(ranked.head.state_dict()[name], tensor)
+
+
+def test_a_reduced_vocabulary_learns_its_rows_and_leaves_other_tokens_out(target_of, texts, tmp_path):
+    target = target_of("llama")
+    layer = layer_of(target)
+    ids = torch.arange(0, layer.num_entries, 2)
+    rows = torch.nn.Linear(target.hidden_size, len(ids), bias=False)
+    with torch.no_grad():
+        rows.weight.copy_(layer.weight[ids])
+    fit = fit_of(target, texts, tmp_path / "fit", own_rows=rows, own_ids=ids)
+    batch = build_batch(target, texts[:4], (0, 1))
+    learned = next(iter(fit.losses(batch))).num_tokens
+    teacher = layer.all_logits(batch.teacher.to(layer.weight.dtype)).bfloat16().argmax(-1)
+    assert learned == int((batch.is_learned & (teacher % 2 == 0)).sum())
+    fit.run(say=lambda _: None)
+    assert not torch.equal(rows.weight, layer.weight[ids])
+
+
+def test_damaged_checkpoints_are_refused(target_of, texts, tmp_path):
+    target = target_of("llama")
+    fit_of(target, texts, tmp_path / "fit", replace(OPTIONS, epochs=1)).run(say=lambda _: None)
+    (tmp_path / "fit" / "epoch-1.safetensors").write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match="cannot be gone on from"):
+        fit_of(target, texts, tmp_path / "fit").run()
+
+
+def test_groups_hold_every_text_once_and_as_many_tokens_as_allowed(texts):
+    lengths = [3, 40, 41, 100, 7, 64]
+    own = [Conversation(torch.zeros(n, dtype=torch.int64), torch.ones(n).bool()) for n in lengths]
+    groups = batches(own, 96, torch.Generator().manual_seed(0))
+    assert sorted(i for group in groups for i in group) == list(range(6))
+    for group in groups:
+        assert len(group) == 1 or max(lengths[i] for i in group) * len(group) <= 96
+    assert batches(own, 96, None) == batches(own, 96, None)
+
+
+def test_parts_are_padded_behind():
+    joined = padded([torch.ones(2, 3), torch.ones(1, 3)])
+    assert joined.tolist() == [[[1.0] * 3] * 2, [[1.0] * 3, [0.0] * 3]]
