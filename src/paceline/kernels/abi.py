@@ -177,26 +177,46 @@ class Drafts(Structure):
     ]
 
 
+class TreeCall(Structure):
+    """One tree of budgeted verification: its nodes, its request's limits, and what became of it."""
+
+    _fields_: ClassVar = [
+        ("parents", c_void_p),
+        ("tokens", c_void_p),
+        ("eos", c_void_p),
+        ("num_nodes", c_int64),
+        ("num_eos", c_int64),
+        ("horizon", c_double),
+        ("scale", c_double),
+        ("gate", c_double),
+        ("remaining", c_double),
+        ("cap", c_double),
+        ("price", c_double),
+        ("next_token", c_int64),
+        ("path_len", c_int64),
+        ("num_relaxed", c_int64),
+        ("stop_regret", c_double),
+        ("stop_value", c_double),
+        ("reason", c_int32),
+        ("has_stop", c_int32),
+    ]
+
+
 class BudgetedCall(Structure):
-    """Trees, logits, limits and results of budgeted verification."""
+    """Logits, trees and results of budgeted verification."""
 
     _fields_: ClassVar = [
         ("num_trees", c_int32),
         ("dtype", c_int32),
+        ("num_threads", c_int32),
         ("size", c_int64),
         ("logits", c_void_p),
-        ("starts", c_void_p),
-        ("parents", c_void_p),
-        ("tokens", c_void_p),
+        ("trees", POINTER(TreeCall)),
         ("choices", c_void_p),
-        ("limits", c_void_p),
-        ("eos_starts", c_void_p),
-        ("eos", c_void_p),
+        ("path", c_void_p),
+        ("path_tokens", c_void_p),
+        ("places", c_void_p),
         ("regrets", c_void_p),
-        ("ends", c_void_p),
-        ("stops", c_void_p),
-        ("reasons", c_void_p),
-        ("values", c_void_p),
     ]
 
 

@@ -22,11 +22,11 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
-from paceline.kernels.verification import REASONS, Verdicts, can_verify, verify_budgeted
-from paceline.sequence import Refusal, RelaxedToken, Sequence, VerifyResult
+from paceline.kernels.verification import BudgetedKernel, Limits, can_verify
+from paceline.sequence import Sequence, VerifyResult
 from paceline.tree import DraftTree
 from paceline.verifiers.base import tree_starts
-from paceline.verifiers.draft_forest import DraftForest, Paths, Reals
+from paceline.verifiers.draft_forest import DraftForest, Paths
 from paceline.verifiers.node_regrets import NodeRegrets
 from paceline.verifiers.relaxed import Judgement, RelaxedVerifier
 
@@ -48,6 +48,9 @@ class BudgetedVerifier(RelaxedVerifier):
         "regret_price",
     )
 
+    def __init__(self) -> None:
+        self._kernel = BudgetedKernel()
+
     def judge(
         self,
         forest: DraftForest,
@@ -57,7 +60,7 @@ class BudgetedVerifier(RelaxedVerifier):
         sequences: Seq[Sequence],
     ) -> Judgement:
         """Gate, ledger and cap of every node, and what each path is worth."""
-        limits = _limits(sequences)[forest.owners]
+        limits = np.array([_limits(sequence) for sequence in sequences], dtype=np.float64)[forest.owners]
         horizon, scale, gate, remaining, cap, price = limits.T
         values = np.maximum(horizon - paths.depths + 1, 0.0) / scale
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -76,55 +79,25 @@ class BudgetedVerifier(RelaxedVerifier):
         """The path of each tree that is worth most; by the compiled kernel where it is loaded."""
         if not trees or not can_verify(logits):
             return super().verify(trees, logits, sequences)
-        starts = tree_starts(trees, logits)
-        eos = [() if own.parameters.ignore_eos else tuple(own.eos_token_ids) for own in sequences]
-        found = verify_budgeted(trees, logits, _limits(sequences), eos)
-        return [
-            _result(tree, start, number, found) for number, (tree, start) in enumerate(zip(trees, starts))
-        ]
+        tree_starts(trees, logits)
+        limits = [_limits(sequence) for sequence in sequences]
+        eos = [_NOTHING if own.parameters.ignore_eos else own.eos_token_ids for own in sequences]
+        return self._kernel.verify(trees, logits, limits, eos)
 
 
-def _limits(sequences: Seq[Sequence]) -> Reals:
-    """float64 [B, 6]: horizon, scale of values, gate, regret left, cap and price of each request."""
-    return np.array(
-        [
-            (
-                own.value_horizon,
-                own.value_horizon if own.is_value_normalised else 1,
-                # No regret is below 0, so with a gate or a budget of nothing not even equal logits pass.
-                own.max_regret_per_value or -1.0,
-                own.allowance(len(sequence.output_ids)) - sequence.regret_spent + TOLERANCE
-                if own.has_budget
-                else -1.0,
-                own.max_relaxed_tokens_per_block,
-                own.regret_price,
-            )
-            for sequence in sequences
-            for own in (sequence.parameters.relaxation,)
-        ],
-        dtype=np.float64,
+_NOTHING: frozenset[int] = frozenset()
+
+
+def _limits(sequence: Sequence) -> Limits:
+    """Horizon, scale of values, gate, regret left, cap and price of a request."""
+    own = sequence.parameters.relaxation
+    remaining = own.allowance(len(sequence.output_ids)) - sequence.regret_spent + TOLERANCE
+    return (
+        own.value_horizon,
+        own.value_horizon if own.is_value_normalised else 1,
+        # No regret is below 0, so with a gate or a budget of nothing not even equal logits pass.
+        own.max_regret_per_value or -1.0,
+        remaining if own.has_budget else -1.0,
+        own.max_relaxed_tokens_per_block,
+        own.regret_price,
     )
-
-
-def _result(tree: DraftTree, start: int, number: int, found: Verdicts) -> VerifyResult:
-    """What the kernel found for one tree."""
-    end, stop = int(found.ends[number]), int(found.stops[number])
-    parents, ids = tree.parents.numpy(), tree.token_ids.numpy()
-    path: list[int] = []
-    node = end - start
-    while node:
-        path.append(node)
-        node = int(parents[node])
-    path.reverse()
-    token_ids: list[int] = ids[path].tolist() if path else []
-    above = [start, *(start + node for node in path)]
-    relaxed = tuple(
-        RelaxedToken(place, float(found.regrets[start + node]))
-        for place, (node, token_id) in enumerate(zip(path, token_ids, strict=True))
-        if found.choices[above[place]] != token_id
-    )
-    refusal = Refusal("leaf")
-    if stop >= 0:
-        reason = REASONS[found.reasons[number]]
-        refusal = Refusal(reason, float(found.regrets[stop]), float(found.values[number]))
-    return VerifyResult(tuple(path), tuple(token_ids), int(found.choices[end]), relaxed, refusal)
