@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,14 @@ from paceline import registry
 from paceline.engine.generator import Generator
 from paceline.engine.load import load
 from paceline.errors import ConfigError, UnsupportedFeatureError
-from paceline.registry import drafter_class, drafter_names, verifier_class, verifier_names
+from paceline.registry import (
+    NamedDrafter,
+    drafter_class,
+    drafter_names,
+    split_drafter,
+    verifier_class,
+    verifier_names,
+)
 from paceline.relaxation import Relaxation
 from paceline.sampling import SamplingParameters
 from paceline.testing import TINY_ARCHITECTURES, ReplayDrafter
@@ -166,10 +174,11 @@ def test_both_verifiers_serve_one_batch(generator_of, oracle_of):
 
 @pytest.mark.parametrize("drafter", drafter_names())
 def test_a_head_that_does_not_belong_to_the_drafter_is_refused(drafter, target_of, tokenizer, tmp_path):
-    """`none` and `prompt_lookup` have no head; `phrase` needs one, and says where it comes from."""
+    """`none` and `prompt_lookup` have no head; the others need one, and say where it comes from."""
     model = target_of("llama").model
-    if drafter.startswith("phrase"):
-        with pytest.raises(ConfigError, match="no phrase head is shipped for this target"):
+    kind = {"phrase": "phrase", "eagle3": "EAGLE"}.get(drafter.split("+")[0].split(":")[0])
+    if kind is not None:
+        with pytest.raises(ConfigError, match=f"no {kind} head is shipped for this target"):
             load(model=model, tokenizer=tokenizer, drafter=drafter)
     else:
         with pytest.raises(ConfigError, match=f"drafter '{drafter}' has no trained head"):
@@ -226,3 +235,14 @@ def test_half_precision_decodes_with_every_drafter(architecture, dtype, target_o
             prefix = [*PROMPTS[2], *plain[:position]]
             _, gap = logit_gaps(target.model, prefix, result.token_ids[position], plain[position])
             assert gap <= noise
+
+
+def test_drafters_are_named_with_a_folder_behind_a_colon():
+    """Also those whose name holds one itself."""
+    assert split_drafter("none") == NamedDrafter("none", None)
+    assert split_drafter("phrase:heads/a") == NamedDrafter("phrase", Path("heads/a"))
+    assert split_drafter("eagle3:static") == NamedDrafter("eagle3:static", None)
+    assert split_drafter("eagle3:static:heads/b") == NamedDrafter("eagle3:static", Path("heads/b"))
+    for text in ("fraze:heads/a", "eagle3:heads/b"):
+        with pytest.raises(ConfigError, match="unknown drafter"):
+            split_drafter(text)
