@@ -42,16 +42,23 @@ ARCHITECTURES = sorted(set(TINY_ARCHITECTURES) - {"gpt2-short"})
 
 
 @pytest.fixture
-def build_drafter(target_of, phrase_head_of, eagle_head_of):
-    """A registered drafter for a tiny target; those that need a head get one that was trained for it."""
+def head_for(phrase_head_of, eagle_head_of):
+    """Folder of a head for a tiny target, where the drafter of that name needs one."""
+
+    def find(name, architecture):
+        if name.startswith("phrase"):
+            return phrase_head_of(architecture)
+        return eagle_head_of(architecture) if name.startswith("eagle") else None
+
+    return find
+
+
+@pytest.fixture
+def build_drafter(target_of, head_for):
+    """A registered drafter for a tiny target."""
 
     def build(name, architecture):
-        head = None
-        if name.startswith("phrase"):
-            head = phrase_head_of(architecture)
-        elif name.startswith("eagle"):
-            head = eagle_head_of(architecture)
-        return drafter_class(name).build(target_of(architecture), head, 16)
+        return drafter_class(name).build(target_of(architecture), head_for(name, architecture), 16)
 
     return build
 
@@ -215,15 +222,14 @@ def test_entry_points_add_drafters_but_never_replace_built_in_ones(
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "granite", "qwen3"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_half_precision_decodes_with_every_drafter(architecture, dtype, target_of, tokenizer, phrase_head_of):
+def test_half_precision_decodes_with_every_drafter(architecture, dtype, target_of, tokenizer, head_for):
     """No NaN: log-probabilities are finite, and drafting changes tokens at near-ties only."""
     from paceline.bench.near_ties import first_difference, logit_gaps, width_noise
 
     target = target_of(architecture, dtype=dtype)
     answers = {}
     for name in drafter_names():
-        head = phrase_head_of(architecture) if name.startswith("phrase") else None
-        drafter = drafter_class(name).build(target, head, 16)
+        drafter = drafter_class(name).build(target, head_for(name, architecture), 16)
         generator = Generator(target, tokenizer, drafter)
         answers[name] = generator.generate(PROMPTS[2], SamplingParameters(max_new_tokens=40, logprobs=1))
         assert all(entry.log_prob <= 0 for entry in answers[name].log_probs)

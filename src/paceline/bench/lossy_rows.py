@@ -20,7 +20,10 @@ from paceline.bench.records import FIXED, NATURAL, GroupRecord, TurnRecord
 from paceline.bench.rows import answers_of, complete_tables, is_lossy, strict_arm
 from paceline.bench.tasks import Grader
 
+ALL_SUITES = "all suites"
+"""Name of the rows that join them."""
 Amounts = list[float]
+Table = Mapping[str, list[GroupRecord]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class LossyRow:
     """One arm on one suite at one batch size; changes are against the strict arm that drafts alike.
 
     Attributes:
-        suite: name of the suite.
+        suite: name of the suite, or `ALL_SUITES`.
         batch_size: prompts decoded at once.
         drafter: registered name.
         head: folder of its head, when one was named.
@@ -92,7 +95,7 @@ class LossyRow:
 def lossy_rows(
     records: Iterable[GroupRecord], arms: Seq[ArmName], seed: int, graders: Mapping[str, Grader]
 ) -> list[LossyRow]:
-    """A row for every lossy arm and for the strict ones that draft alike.
+    """A row for every lossy arm and for the strict ones that draft alike, by suite and over all suites.
 
     Args:
         records: of the whole run.
@@ -112,12 +115,42 @@ def lossy_rows(
     tables = zip(
         complete_tables(records, drafting, FIXED), complete_tables(records, once, NATURAL), strict=False
     )
-    for fixed, natural in tables:
+    pairs = list(tables)
+    for fixed, natural in [*pairs, *_over_all_suites(pairs)]:
         for arm in drafting:
             strict = strict_arm(arm, arms)
             if strict is not None:
                 rows.append(_row(arm, strict, fixed, natural, seed, graders))
     return rows
+
+
+def _over_all_suites(pairs: Seq[tuple[Table, Table]]) -> list[tuple[Table, Table]]:
+    """The tables of each batch size joined, where there are several suites: what holds on average."""
+    by_size: dict[int, list[tuple[Table, Table]]] = {}
+    for fixed, natural in pairs:
+        size = next(iter(fixed.values()))[0].key.batch_size
+        by_size.setdefault(size, []).append((fixed, natural))
+    return [
+        (_joined([fixed for fixed, _ in found]), _joined([natural for _, natural in found]))
+        for found in by_size.values()
+        if len(found) > 1
+    ]
+
+
+def _joined(tables: Seq[Table]) -> Table:
+    """Records of all suites under one name; prompts are told apart by their suite."""
+    joined: dict[str, list[GroupRecord]] = {}
+    for table in tables:
+        for arm, records in table.items():
+            joined.setdefault(arm, []).extend(_renamed(record) for record in records)
+    return joined
+
+
+def _renamed(record: GroupRecord) -> GroupRecord:
+    """As a record of all suites."""
+    prefix = record.key.suite
+    turns = tuple(replace(turn, prompt_id=f"{prefix}/{turn.prompt_id}") for turn in record.turns)
+    return replace(record, key=replace(record.key, suite=ALL_SUITES), turns=turns)
 
 
 def _row(

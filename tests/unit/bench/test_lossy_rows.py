@@ -59,6 +59,20 @@ def records():
     return found
 
 
+def test_several_suites_are_joined_too():
+    """Twice the same suite under two names: the same figures, and twice the prompts."""
+    found = records()
+    other = [replace(r, key=replace(r.key, suite="other")) for r in found]
+    rows = lossy_rows([*found, *other], ARMS, 0, {})
+    assert [row.suite for row in rows] == ["own"] * 3 + ["other"] * 3 + ["all suites"] * 3
+    own, joined = rows[1], rows[7]
+    assert (own.num_prompts, joined.num_prompts) == (2, 4)
+    assert joined.speed_change.value == pytest.approx(own.speed_change.value)
+    assert joined.log_prob_change.value == pytest.approx(own.log_prob_change.value)
+    assert joined.differing.value == own.differing.value == 0.5
+    assert len(lossy_rows(found, ARMS, 0, {})) == 3
+
+
 class EvenGrader:
     """Solves the prompt with the even number."""
 
