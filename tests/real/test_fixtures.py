@@ -13,12 +13,15 @@ import torch
 
 from paceline.drafters.prompt_lookup import PromptLookupDrafter
 from paceline.engine.generator import Generator
+from paceline.heads.eagle import EagleConfig, EagleHead
+from paceline.heads.eagle_folder import LoadedEagle, save_eagle
 from paceline.registry import drafter_class, drafter_names
 from paceline.relaxation import Relaxation
 from paceline.sampling import SamplingParameters
 from paceline.sequence import Segment, Sequence
 from paceline.testing import ReplayDrafter
 from paceline.tree import DraftTree
+from paceline.vocabularies.speculative import VocabularyRanking
 
 pytestmark = pytest.mark.real_model
 
@@ -99,6 +102,20 @@ def replay(prompts, smollm2, generator_with):
     return make
 
 
+@pytest.fixture(scope="session")
+def eagle_head(smollm2, tmp_path_factory):
+    """Folder of an EAGLE-3 head with random weights: no trained one is shipped."""
+    size = smollm2.target.hidden_size
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        head = EagleHead(EagleConfig("eagle3", size, size, 256, 9, 3, 64, feature_layers=(2, 15, 27)))
+        ranking = VocabularyRanking(size, smollm2.target.vocab_size)
+    provenance = {"target_fingerprint": smollm2.target.fingerprint}
+    folder = tmp_path_factory.mktemp("heads") / "eagle"
+    save_eagle(folder, LoadedEagle(head, ranking, torch.arange(0, 32_000), None, provenance), "Random.")
+    return folder
+
+
 def check(result, name, tokenizer):
     fixture = FIXTURES[name]
     assert result.token_ids == fixture.ids
@@ -124,11 +141,13 @@ def test_tokenizer_and_model_are_those_of_the_fixtures(smollm2, prompts):
 
 @pytest.mark.parametrize("name", FIXTURES)
 @pytest.mark.parametrize("drafter", drafter_names())
-def test_exact_ids_with_registered_drafters(name, drafter, smollm2, prompts, generator_with):
+def test_exact_ids_with_registered_drafters(name, drafter, smollm2, prompts, generator_with, eagle_head):
     """Row 6: exact equality in fp32; F3 repeats itself, so copying pays there."""
     # A trained drafter takes the head that is shipped for this target.
-    built = drafter_class(drafter).build(smollm2.target, None, 32)
-    generator = generator_with(built, num_speculative_tokens=32)
+    head = eagle_head if drafter.startswith("eagle3") else None
+    generator = generator_with(
+        drafter_class(drafter).build(smollm2.target, head, 32), num_speculative_tokens=32
+    )
     result = generator.generate(prompts[name], SamplingParameters(max_new_tokens=len(FIXTURES[name].ids)))
     check(result, name, smollm2.tokenizer)
     if (name, drafter) == ("F3", "prompt_lookup"):

@@ -62,7 +62,11 @@ def in_torch() -> object:
     return torch.ones(1000, 1000) + 1.0
 
 
-@pytest.mark.parametrize("drafter", drafter_names())
+# An EAGLE head is computed by torch, with torch's threads.
+OWN_KERNELS = [name for name in drafter_names() if not name.startswith("eagle3")]
+
+
+@pytest.mark.parametrize("drafter", OWN_KERNELS)
 def test_torchs_threads_stay_asleep(threaded, drafter):
     """A batch of sixteen: large enough that careless indexing of its hidden states is done in parallel."""
     generator = Generator(
