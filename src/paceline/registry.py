@@ -76,7 +76,7 @@ def split_drafter(text: str) -> NamedDrafter:
             folder = text[len(name) + 1 :]
             return NamedDrafter(name, Path(folder) if folder else None)
     check_known("drafter", text.partition(":")[0], known)
-    raise ConfigError(f"drafter {text!r} is not known")
+    return NamedDrafter(text, None)
 
 
 def verifier_class(name: str) -> Any:

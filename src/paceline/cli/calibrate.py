@@ -85,7 +85,7 @@ def calibrate(
     paths = write_calibration(out, found, suggestions, run, trials)
     print_calibration(found, suggestions, value_horizon)
     if trials:
-        print_trials(trials, loss_per_token)
+        print_trials(trials, loss_per_token, value_horizon)
     notice(f"written: {', '.join(str(path) for path in paths)}")
 
 
@@ -112,7 +112,6 @@ def print_calibration(found: Calibration, suggestions: Mapping[str, Suggestion],
     from rich.table import Table
 
     from paceline.bench.calibration_report import summary
-    from paceline.relaxation import DEFAULT_VALUE_HORIZON
 
     figures = summary(found)
     console = output()
@@ -125,15 +124,20 @@ def print_calibration(found: Calibration, suggestions: Mapping[str, Suggestion],
         values = figures[f"{name}_percentiles"].values()
         table.add_row(name.replace("_", " "), *[f"{value:.3f}" for value in values])
     console.print(table)
-    # A horizon of another length goes with the gate that was found for it.
-    horizon = "" if value_horizon == DEFAULT_VALUE_HORIZON else f" --value-horizon {value_horizon}"
     for name, limits in suggestions.items():
         console.print(
-            f"{name}: --max-regret-per-value {_rounded_up(limits.max_regret_per_value)}{horizon} lets "
-            f"{limits.relaxed_share:.0%} of rejections through; "
+            f"{name}: --max-regret-per-value {_rounded_up(limits.max_regret_per_value)}"
+            f"{_horizon(value_horizon)} lets {limits.relaxed_share:.0%} of rejections through; "
             f"--risk-budget {limits.risk_budget:.2f} for an answer of average length, or "
             f"--risk-budget 0 --risk-budget-per-token {limits.risk_budget_per_token:.4f}"
         )
+
+
+def _horizon(value_horizon: int) -> str:
+    """The option, where it is not the default: limits go with the horizon that they were found for."""
+    from paceline.relaxation import DEFAULT_VALUE_HORIZON
+
+    return "" if value_horizon == DEFAULT_VALUE_HORIZON else f" --value-horizon {value_horizon}"
 
 
 def _rounded_up(gate: float) -> str:
@@ -141,7 +145,7 @@ def _rounded_up(gate: float) -> str:
     return f"{math.ceil(gate * 1e4) / 1e4:.4f}"
 
 
-def print_trials(trials: Sequence[Trial], loss_per_token: float) -> None:
+def print_trials(trials: Sequence[Trial], loss_per_token: float, value_horizon: int) -> None:
     """What every price brought and cost, and which one to take."""
     from rich.table import Table
 
@@ -164,5 +168,5 @@ def print_trials(trials: Sequence[Trial], loss_per_token: float) -> None:
         f"no price is sure to lose less than {loss_per_token:g} a token: try higher ones, or more prompts"
         if best is None
         else f"most accepted with a loss below {loss_per_token:g} a token: --regret-price "
-        f"{best.limits.regret_price:g}"
+        f"{best.limits.regret_price:g}{_horizon(value_horizon)}, with the default gate and budget"
     )

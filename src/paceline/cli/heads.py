@@ -13,7 +13,7 @@ from typer import Argument, Option
 from paceline.cli.console import output
 
 if TYPE_CHECKING:
-    from paceline.heads.checkpoint import HeadSummary
+    from paceline.heads.inspection import HeadSummary
 
 
 def heads(
@@ -23,7 +23,8 @@ def heads(
     as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the heads that are shipped, or inspect a head folder."""
-    from paceline.heads.checkpoint import inspect_head, pretrained_heads
+    from paceline.heads.checkpoint import pretrained_heads
+    from paceline.heads.inspection import inspect_head
 
     if path is not None:
         summary = inspect_head(path)
@@ -45,13 +46,13 @@ def as_object(summary: HeadSummary) -> dict[str, object]:
 
 def print_list(summaries: list[HeadSummary]) -> None:
     """One line per head."""
-    table = Table("head", "target", "type", "phrases", "parameters", "size", "folder")
+    table = Table("head", "target", "type", "scores", "parameters", "size", "folder")
     for summary in summaries:
         table.add_row(
             summary.path.name,
             summary.path.parent.name,
             summary.head_type,
-            f"{summary.config.num_entries:,}",
+            summary.outputs,
             f"{summary.num_parameters / 1e6:.2f} M",
             f"{summary.num_bytes / 1e6:.1f} MB",
             str(summary.path),
@@ -64,7 +65,7 @@ def print_head(summary: HeadSummary) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_row("folder", str(summary.path))
     table.add_row("type", summary.head_type)
-    table.add_row("phrases", f"{summary.config.num_entries:,} of at most {summary.max_words} words")
+    table.add_row("scores", summary.outputs)
     table.add_row("parameters", f"{summary.num_parameters:,}")
     table.add_row("size", f"{summary.num_bytes / 1e6:.1f} MB")
     for name, value in asdict(summary.config).items():

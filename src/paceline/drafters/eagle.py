@@ -43,12 +43,12 @@ CHUNK = 512
 
 @dataclass(slots=True)
 class _Features:
-    """Features of committed positions that have not been through the head yet.
+    """Committed positions that have not been through the head yet.
 
     Attributes:
         first: position of the sequence that stands at place 0 of the head's cache: 0, or where a taken-over
             cache of the target ended, whose features nobody has.
-        parts: [n, F, target_hidden_size] each, of successive positions.
+        parts: [n, D] each, fused, of successive positions.
         end: position behind the last one that is known.
         last: the head's states [D] at the position before `end`, once all parts have been through it.
     """
@@ -128,6 +128,7 @@ class EagleDrafter:
         layer = loaded.head.to(target.device, target.dtype).requires_grad_(False)
         return cls(target, layer, vocabulary_of(cls.vocabulary_name, target, loaded))
 
+    @torch.inference_mode()
     def observe(self, output: TargetOutput, results: Seq[VerifyResult | None]) -> None:
         """Keep the features of the prompt chunks and of the accepted paths."""
         layers = [output.features[layer] for layer in self.required_features] or [output.hidden]
@@ -172,8 +173,13 @@ class EagleDrafter:
             # Nothing known in front of these: the head's cache begins here.
             self._cache.release(sequence)
             known = self._features[sequence] = _Features(start, [], start)
-        known.parts.append(states)
+        known.parts.append(self._head.fuse(states))
         known.end = end
+        num_pending = sum(map(len, known.parts))
+        if num_pending >= CHUNK:
+            # Of long prompts, and where nothing is drafted for long, nothing piles up.
+            self._cache.open([sequence], num_pending)
+            self._catch_up([sequence])
 
     def _is_ready(self, sequence: Sequence) -> bool:
         """Whether the features of all tokens but the newest are known."""
@@ -221,9 +227,7 @@ class EagleDrafter:
             self._cache.lengths[sequence] += len(part)
         places = torch.arange(int(starts.max()) + width)
         visible = places <= starts[:, None, None] + torch.arange(width)[None, :, None]
-        return self._step(
-            sequences, upload(token_ids, device), self._head.fuse(features), positions, starts, visible
-        )
+        return self._step(sequences, upload(token_ids, device), features, positions, starts, visible)
 
     def _grow(
         self, sequences: list[Sequence], last: EagleStates, beam: int, depth: int, max_nodes: int
@@ -232,7 +236,7 @@ class EagleDrafter:
         num_sequences, device = len(sequences), self._target.device
         lengths = torch.tensor([self._cache.lengths[s] for s in sequences])
         firsts = torch.tensor([self._features[s].first for s in sequences])
-        best = self._vocabulary.candidates(last.final[:, 0]).best(beam)
+        best = self._vocabulary.candidates(last.final[:, 0], num_sequences).best(beam)
         width = best.entry_ids.shape[1]
         levels = [_Level(best.entry_ids, best.log_probs, torch.zeros_like(best.entry_ids))]
         chosen = torch.arange(width, device=device).expand(num_sequences, width)
@@ -251,7 +255,7 @@ class EagleDrafter:
             visible = (places < lengths[:, None, None]).repeat(1, width, 1).scatter(2, above, value=True)
             positions = (firsts + lengths + level_depth - 1)[:, None].expand(num_sequences, width)
             states = self._step(sequences, token_ids, state, positions, starts, visible)
-            best = self._vocabulary.candidates(states.final.flatten(0, 1)).best(beam)
+            best = self._vocabulary.candidates(states.final.flatten(0, 1), num_sequences).best(beam)
             num_next = best.entry_ids.shape[1]
             summed = log_probs[:, :, None] + best.log_probs.view(num_sequences, width, num_next)
             levels.append(
@@ -304,7 +308,7 @@ class EagleDrafter:
 
 
 def _trees(sequences: list[Sequence], levels: list[_Level], max_nodes: int) -> list[DraftTree]:
-    """The likeliest nodes of every sequence, after one transfer."""
+    """The likeliest nodes of every sequence, after one transfer; a root where likelihoods are no numbers."""
     sizes = [level.token_ids.shape[1] for level in levels]
     whole = torch.stack(
         [
@@ -315,7 +319,9 @@ def _trees(sequences: list[Sequence], levels: list[_Level], max_nodes: int) -> l
     log_probs = torch.cat([level.log_probs for level in levels], 1).cpu()
     token_ids, parents = whole.cpu()
     return [
-        DraftTree.from_topk(
+        DraftTree.root_only(sequence.last_token_id)
+        if bool(log_probs[number].isnan().any())
+        else DraftTree.from_topk(
             sequence.last_token_id,
             torch.split(token_ids[number], sizes),
             torch.split(log_probs[number], sizes),

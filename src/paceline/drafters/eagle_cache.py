@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.sequence import Sequence
+from paceline.transfers import upload
 
 BLOCK = 256
 """Positions by which the buffer grows."""
@@ -40,8 +41,10 @@ class EagleCache:
             if sequence not in self._lanes:
                 if not self._free:
                     self._free.append(len(self._lanes))
-                self._lanes[sequence] = self._free.pop()
+                lane = self._lanes[sequence] = self._free.pop()
                 self.lengths[sequence] = 0
+                # What is masked is multiplied by nothing, and nothing times a former owner's NaN is NaN.
+                self._buffer[:, lane : lane + 1] = 0
         longest = max(self.lengths[sequence] for sequence in sequences)
         self._grow(max(self._lanes.values()) + 1, longest + num_positions)
 
@@ -82,7 +85,7 @@ class EagleCache:
         if lanes == list(range(first, last + 1)):
             kept = self._buffer[:, first : last + 1, :, :num_places]
         else:
-            index = torch.tensor(lanes, device=self._buffer.device)
+            index = upload(torch.tensor(lanes), self._buffer.device)
             kept = self._buffer[:, :, :, :num_places].index_select(1, index)
         return functional.scaled_dot_product_attention(
             queries, kept[0], kept[1], attn_mask=visible[:, None], enable_gqa=True

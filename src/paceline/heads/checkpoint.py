@@ -53,29 +53,6 @@ class LoadedHead:
     provenance: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class HeadSummary:
-    """What `paceline heads` shows of a folder.
-
-    Attributes:
-        path: the folder.
-        head_type: `phrase`.
-        config: its shape.
-        num_parameters: parameters of the network.
-        num_bytes: size of the folder's files.
-        max_words: most words of a phrase.
-        provenance: content of `provenance.json`.
-    """
-
-    path: Path
-    head_type: str
-    config: PhraseHeadConfig
-    num_parameters: int
-    num_bytes: int
-    max_words: int
-    provenance: dict[str, Any]
-
-
 def save_head(
     folder: str | Path,
     head: PhraseHead,
@@ -133,25 +110,6 @@ def load_head(folder: str | Path) -> LoadedHead:
     wanted = {name: tuple(parameter.shape) for name, parameter in head.state_dict().items()}
     head.load_state_dict(read_tensors(folder / "model.safetensors", wanted), assign=True)
     return LoadedHead(head.eval(), vocabulary, config, provenance)
-
-
-def inspect_head(folder: str | Path) -> HeadSummary:
-    """Summarise a head folder; it is loaded and thereby checked as a whole.
-
-    Raises:
-        CheckpointError: see `load_head`.
-    """
-    folder = Path(folder)
-    loaded = load_head(folder)
-    return HeadSummary(
-        path=folder,
-        head_type=HEAD_TYPE,
-        config=loaded.config,
-        num_parameters=loaded.head.num_parameters,
-        num_bytes=sum(file.stat().st_size for file in folder.iterdir() if file.is_file()),
-        max_words=loaded.vocabulary.max_words,
-        provenance=loaded.provenance,
-    )
 
 
 def pretrained_heads() -> list[Path]:

@@ -51,7 +51,8 @@ class EagleConfig:
         rope_parameters: as transformers' Llama configuration has them: `rope_type`, `rope_theta`, scaling.
         max_position_embeddings: positions that rotary scaling starts from.
         norm_eps: of all norms.
-        has_attention_bias: bias of q, k, v and o.
+        has_attention_bias: bias of q, k and v.
+        has_output_bias: bias of o.
         has_fusion_bias: bias of `fc`.
         normalises_residual: whether the residual of `eagle3` is the normed feature (speculators'
             `norm_before_residual`).
@@ -72,6 +73,7 @@ class EagleConfig:
     max_position_embeddings: int = 2048
     norm_eps: float = 1e-6
     has_attention_bias: bool = False
+    has_output_bias: bool = False
     has_fusion_bias: bool = False
     normalises_residual: bool = False
     normalises_heads: bool = False
@@ -139,9 +141,9 @@ class EagleHead(nn.Module):
         self.fc = nn.Linear(fused, size, bias=config.has_fusion_bias)
         self.layer = _EagleLayer(config)
         self.norm = nn.RMSNorm(size, eps) if config.kind == "eagle3" else nn.Identity()
-        self.inverse_frequencies: Tensor
-        self.rotary_scale = 1.0
-        self.reset_rotary()
+        # No buffer: a head that is cast to half precision keeps exact frequencies. Positions are in the
+        # thousands, and an error of a thousandth turns a pair of coordinates by a radian there.
+        self.inverse_frequencies, self.rotary_scale = _rotary_frequencies(config)
 
     @property
     def num_parameters(self) -> int:
@@ -152,11 +154,6 @@ class EagleHead(nn.Module):
     def dtype(self) -> torch.dtype:
         """Of the weights."""
         return self.fc.weight.dtype
-
-    def reset_rotary(self) -> None:
-        """Compute the rotary frequencies; once more for a head that was made on the meta device."""
-        inverse, self.rotary_scale = _rotary_frequencies(self.config)
-        self.register_buffer("inverse_frequencies", inverse, persistent=False)
 
     def fuse(self, features: Tensor) -> Tensor:
         """Features of the target as the layer reads them.
@@ -176,6 +173,8 @@ class EagleHead(nn.Module):
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines: int64 [B, T] -> fp32 [B, 1, T, d] twice."""
+        if self.inverse_frequencies.device != positions.device:
+            self.inverse_frequencies = self.inverse_frequencies.to(positions.device)
         angles = positions[:, None, :, None].float() * self.inverse_frequencies
         both = torch.cat([angles, angles], dim=-1)
         return both.cos() * self.rotary_scale, both.sin() * self.rotary_scale
@@ -207,7 +206,8 @@ class _Attention(nn.Module):
         self.q_proj = nn.Linear(inner, config.num_heads * config.head_dim, bias=bias)
         self.k_proj = nn.Linear(inner, keys, bias=bias)
         self.v_proj = nn.Linear(inner, keys, bias=bias)
-        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=bias)
+        attended = config.num_heads * config.head_dim
+        self.o_proj = nn.Linear(attended, config.hidden_size, bias=config.has_output_bias)
         if config.normalises_heads:
             self.q_norm = nn.RMSNorm(config.head_dim, config.norm_eps)
             self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps)
@@ -291,4 +291,5 @@ def _rotary_frequencies(config: EagleConfig) -> tuple[Tensor, float]:
     )
     with torch.device("cpu"):
         embedding = LlamaRotaryEmbedding(described)
-    return embedding.inv_freq.float(), float(embedding.attention_scaling)
+    # A copy: as it is it would become a buffer of whatever module it is given to.
+    return embedding.inv_freq.detach().clone().float(), float(embedding.attention_scaling)

@@ -108,7 +108,6 @@ def load_eagle(folder: str | Path) -> LoadedEagle:
     with torch.device("meta"):
         head = EagleHead(config)
     _fill(folder, "head", head, parts["head"])
-    head.reset_rotary()
     ranking = None
     if parts["ranking"]:
         width, num_entries = _ranking_shape(folder, parts["ranking"])
@@ -120,7 +119,11 @@ def load_eagle(folder: str | Path) -> LoadedEagle:
     static_ids = None if static_ids is None else static_ids.long()
     rows = None if rows is None else rows.float()
     _check_static(folder, static_ids, rows)
-    return LoadedEagle(head.eval(), ranking, static_ids, rows, read_json(folder / "provenance.json"))
+    provenance = read_json(folder / "provenance.json")
+    coverage = provenance.get("coverage", 1.0)
+    if isinstance(coverage, bool) or not isinstance(coverage, int | float) or not 0 < coverage <= 1:
+        raise CheckpointError(f"{folder}: coverage is {coverage!r}: it must be above 0 and at most 1")
+    return LoadedEagle(head.eval(), ranking, static_ids, rows, provenance)
 
 
 def _read_config(folder: Path) -> EagleConfig:
@@ -173,7 +176,9 @@ def _ranking_shape(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[int, in
 
 
 def _check_static(folder: Path, static_ids: Tensor | None, rows: Tensor | None) -> None:
-    """Rows of its own need ids of their own."""
+    """Rows of its own need ids of their own, and numbers in them."""
+    if rows is not None and not bool(rows.isfinite().all()):
+        raise CheckpointError(f"{folder}: rows holds values that are not finite: the training diverged")
     if rows is not None and (static_ids is None or len(static_ids) != len(rows)):
         raise CheckpointError(
             f"{folder}: {len(rows)} rows of an output layer and "

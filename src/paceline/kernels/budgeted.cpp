@@ -77,7 +77,8 @@ int64_t judge(const BudgetedCall& call, const TreeCall& tree, int64_t start, std
     node.value = std::max(tree.horizon - node.depth + 1, 0.0) / tree.scale;
     node.is_choice = id == choice;
     if (!node.is_choice) {
-      node.regret = logit(call, start + above, choice) - logit(call, start + above, id);
+      const bool is_known = id >= 0 && id < call.size;
+      node.regret = is_known ? logit(call, start + above, choice) - logit(call, start + above, id) : NAN;
       if (std::isfinite(node.regret)) node.path_regret += node.regret;
       node.num_relaxed += 1;
       node.reason = refusal(tree, node, id, choice);

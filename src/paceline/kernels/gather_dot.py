@@ -92,6 +92,10 @@ def _check_shapes(hidden: Tensor, weight: Tensor, index: Tensor, bias: Tensor | 
         raise ShapeError(
             f"index is {index.dtype} {tuple(index.shape)}: give int64 [{len(hidden)}, k], or [k] for all rows"
         )
+    if len({tensor.device for tensor in (hidden, weight, index)}) > 1:
+        raise ShapeError(
+            f"hidden is on {hidden.device}, weight on {weight.device}, index on {index.device}: one is needed"
+        )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ShapeError(f"bias is {tuple(bias.shape)}: give one number for each of {weight.shape[0]} rows")
 

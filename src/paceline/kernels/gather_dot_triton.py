@@ -68,7 +68,7 @@ def gather_dot_triton(hidden: Tensor, weight: Tensor, index: Tensor, bias: Tenso
 
     chosen = dict(_CONFIGS[0].kwargs) if _IS_INTERPRETED else {}
     _compiled[grid](
-        states, rows, index, states if bias is None else bias, scores,
+        states, rows, index, states if bias is None else bias.contiguous(), scores,
         num_ids, hidden.shape[1], rows.stride(0), 0 if index.dim() == 1 else num_ids,
         # Tuned per power of two: every k of its own would be tuned anew.
         triton.next_power_of_2(num_ids),

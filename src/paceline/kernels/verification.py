@@ -69,7 +69,7 @@ class BudgetedKernel:
         call.num_threads, call.logits = torch.get_num_threads(), logits.data_ptr()
         for place, (tree, own, ids) in enumerate(zip(trees, limits, eos, strict=True)):
             parents, tokens, ends = _dense(tree.parents), _dense(tree.token_ids), _array(ids)
-            kept.append((parents, tokens))
+            kept.append((parents, tokens, ends))
             slot = self._trees[place]
             slot.parents, slot.tokens, slot.num_nodes = parents.data_ptr(), tokens.data_ptr(), len(tree)
             slot.eos, slot.num_eos = ends.ctypes.data, len(ends)

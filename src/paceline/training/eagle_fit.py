@@ -10,6 +10,7 @@ whose token it does not hold are left out.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ from paceline.training.eagle_texts import batches
 from paceline.training.soft_cross_entropy import Finish, soft_cross_entropy
 from paceline.training.unrolled import DEFAULT_STEPS, STEP_DECAY, unroll
 from paceline.vocabularies.output_layer import OutputLayer
-from paceline.vocabularies.speculative import VocabularyRanking
+from paceline.vocabularies.speculative import DEFAULT_NUM_CANDIDATES, VocabularyRanking
 
 RANKING_SHARE = 0.1
 """What the loss of the ranking counts beside the head's, as published."""
@@ -245,7 +246,8 @@ class EagleFit:
         partial.replace(weights)
         state = self.folder / f"epoch-{number}.pt"
         partial = state.with_suffix(".partial")
-        torch.save(self.optimizer.state_dict(), partial)
+        progress = {"optimizer": self.optimizer.state_dict(), "num_steps": self.num_steps, "key": self._key()}
+        torch.save(progress, partial)
         partial.replace(state)
         history = self.folder / "history.json"
         partial = history.with_suffix(".partial")
@@ -266,13 +268,24 @@ class EagleFit:
             number = len(self.history)
             weights = load_file(self.folder / f"epoch-{number}.safetensors")
             self.modules.load_state_dict(weights)
-            state = torch.load(self.folder / f"epoch-{number}.pt", weights_only=True)
-            self.optimizer.load_state_dict(state)
+            progress = torch.load(self.folder / f"epoch-{number}.pt", weights_only=True)
+            self.optimizer.load_state_dict(progress["optimizer"])
+            self.num_steps = progress["num_steps"]
         except (OSError, ValueError, TypeError, RuntimeError, KeyError, SafetensorError) as error:
             raise CheckpointError(
                 f"{self.folder} holds a fit that cannot be gone on from ({error}): delete it to start anew"
             ) from error
-        self.num_steps = number * self.steps_per_epoch
+        if progress["key"] != self._key():
+            raise CheckpointError(
+                f"{self.folder} holds a fit of other texts or options: choose another folder, or delete it"
+            )
+
+    def _key(self) -> str:
+        """What two runs must share for one to go on from the other."""
+        digest = hashlib.sha256(repr((asdict(self.options), asdict(self.head.config))).encode())
+        for text in (*self.train, *self.held_out):
+            digest.update(text.token_ids.numpy().tobytes())
+        return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,8 +320,10 @@ class _Teacher:
         learned = batch.is_learned.flatten()
         with torch.no_grad():
             states = batch.teacher.to(fit.layer.weight.dtype).flatten(0, 1)[learned]
-            logits = fit.layer.all_logits(states).to(torch.bfloat16)
+            logits = fit.layer.all_logits(states)
+        # Before rounding: in bf16 near-ties would become ties.
         choices = logits.argmax(-1)
+        logits = logits.to(torch.bfloat16)
         held = torch.ones_like(learned)
         if fit.own_ids is not None:
             logits = logits[:, fit.own_ids]
@@ -355,7 +370,7 @@ class _Teacher:
             if fit.ranking is not None:
                 ranked = fit.ranking(part)
                 better = (ranked > ranked.gather(1, ids[:, None])).sum(-1)
-                covered += int((better < 2048).sum())
+                covered += int((better < DEFAULT_NUM_CANDIDATES).sum())
         return agreed, covered
 
 

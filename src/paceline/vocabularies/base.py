@@ -61,21 +61,6 @@ class BestEntries:
     log_probs: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingScores:
-    """What a loss is computed from.
-
-    Attributes:
-        logits: [M, S], of the entries in use.
-        entry_ids: int64 [S], which ones; None for all of them in order.
-        ranking: [M, V], the scores that choose candidates; None where nothing is chosen per step.
-    """
-
-    logits: Tensor
-    entry_ids: Tensor | None = None
-    ranking: Tensor | None = None
-
-
 class OutputVocabulary(Protocol):
     """Turns the final states of a draft head into scored entries.
 
@@ -92,11 +77,14 @@ class OutputVocabulary(Protocol):
     def num_candidates(self) -> int:
         """Entries that are scored per state."""
 
-    def candidates(self, hidden: Tensor) -> Candidates:
-        """Score the states: [M, D]."""
+    def candidates(self, hidden: Tensor, num_groups: int = 1) -> Candidates:
+        """Score the states.
 
-    def training_scores(self, hidden: Tensor) -> TrainingScores:
-        """The same with gradients to `hidden`, and to whatever the vocabulary learns: [M, D]."""
+        Args:
+            hidden: [M, D].
+            num_groups: sequences that the states belong to, as many each, one after the other: no state has
+                a say in what is scored for another sequence's.
+        """
 
 
 def log_sum_exp(logits: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from paceline.vocabularies.base import Candidates, TrainingScores, log_sum_exp
+from paceline.vocabularies.base import Candidates, log_sum_exp
 from paceline.vocabularies.output_layer import OutputLayer
 
 
@@ -28,11 +28,7 @@ class FullVocabulary:
         """All of them."""
         return self.layer.num_entries
 
-    def candidates(self, hidden: Tensor) -> Candidates:
+    def candidates(self, hidden: Tensor, num_groups: int = 1) -> Candidates:  # noqa: ARG002
         """[M, D] -> all V logits; ids are implicit."""
         logits = self.layer.all_logits(hidden)
         return Candidates(logits, None, log_sum_exp(logits))
-
-    def training_scores(self, hidden: Tensor) -> TrainingScores:
-        """[M, D] -> [M, V]."""
-        return TrainingScores(self.layer.all_logits(hidden))

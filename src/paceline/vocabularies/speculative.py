@@ -8,7 +8,7 @@ ranking has a norm or a nonlinearity between its two matrices is not known, and 
 The ranking is trained on the target's distribution, so its own softmax says how much mass the candidates have
 left out; the normaliser is corrected by that.
 
-All states of a step may share one set of candidates (`shares_candidates`): entries are ranked by the best
+All states of a beam may share one set of candidates (`shares_candidates`): entries are ranked by the best
 that any state gives them, relative to that state's own mass. Each row of the output layer is then read once,
 and one top-k serves the whole beam.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from paceline.errors import ConfigError
 from paceline.kernels.selection import top_ids
-from paceline.vocabularies.base import Candidates, TrainingScores, log_sum_exp
+from paceline.vocabularies.base import Candidates, log_sum_exp
 from paceline.vocabularies.output_layer import OutputLayer
 
 DEFAULT_NUM_CANDIDATES = 2048
@@ -59,7 +59,7 @@ class SpeculativeVocabulary:
         layer: the target's whole output layer.
         ranking: of its entries.
         num_candidates: k, changeable at run time.
-        shares_candidates: whether all states of a call get the same candidates.
+        shares_candidates: whether all states of a group get the same candidates.
     """
 
     def __init__(
@@ -97,26 +97,24 @@ class SpeculativeVocabulary:
         self._num_candidates = value
 
     @torch.no_grad()
-    def candidates(self, hidden: Tensor) -> Candidates:
-        """[M, D] -> the k best of the ranking, with exact logits, ids ascending."""
+    def candidates(self, hidden: Tensor, num_groups: int = 1) -> Candidates:
+        """[M, D] -> the k best of the ranking, with exact logits, ids ascending; a group shares them."""
         ranked = self.ranking(hidden).float()
         mass = log_sum_exp(ranked)
-        if self.shares_candidates:
-            best = (ranked - mass[:, None]).amax(dim=0, keepdim=True)
-            ids = top_ids(best, self.num_candidates)[0]
-            kept = ranked.index_select(1, ids)
-        else:
+        if mass.device.type == "cpu" and bool(mass.isnan().any()):
+            # A state that is no number must not choose for others, nor upset the selection.
+            ranked = ranked.nan_to_num(nan=0.0)
+        if not self.shares_candidates:
             ids = top_ids(ranked, self.num_candidates)
-            kept = ranked.gather(1, ids)
-        logits = self.layer.logits_of(hidden, ids)
+            logits = self.layer.logits_of(hidden, ids)
+        else:
+            best = (ranked - mass.nan_to_num()[:, None]).unflatten(0, (num_groups, -1)).amax(dim=1)
+            chosen = top_ids(best, self.num_candidates)
+            # One group at a time: every row of the output layer is then read once for all of its states.
+            parts = zip(hidden.chunk(num_groups), chosen, strict=True)
+            logits = torch.cat([self.layer.logits_of(states, own) for states, own in parts])
+            ids = chosen.repeat_interleave(len(hidden) // num_groups, dim=0)
+        kept = ranked.gather(1, ids)
         # Log of the share of the ranking's mass that the candidates hold; 0 when they are all entries.
         share = (log_sum_exp(kept) - mass).clamp(max=0.0)
         return Candidates(logits, ids, log_sum_exp(logits) - share)
-
-    def training_scores(self, hidden: Tensor) -> TrainingScores:
-        """[M, D] -> all logits and the ranking of all entries; the ranking teaches the head nothing.
-
-        States are cut off from the ranking's gradient: the head learns to draft, the ranking to rank what it
-        drafts.
-        """
-        return TrainingScores(self.layer.all_logits(hidden), None, self.ranking(hidden.detach()))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CheckpointError, ConfigError
-from paceline.vocabularies.base import Candidates, TrainingScores, log_sum_exp
+from paceline.vocabularies.base import Candidates, log_sum_exp
 from paceline.vocabularies.output_layer import OutputLayer
 
 
@@ -90,14 +90,10 @@ class StaticVocabulary:
         mask[self.entry_ids] = True
         return mask
 
-    def candidates(self, hidden: Tensor) -> Candidates:
+    def candidates(self, hidden: Tensor, num_groups: int = 1) -> Candidates:  # noqa: ARG002
         """[M, D] -> S logits, ids shared by all states."""
         logits = self.layer.all_logits(hidden)
         return Candidates(logits, self.entry_ids, log_sum_exp(logits) - math.log(self.coverage))
-
-    def training_scores(self, hidden: Tensor) -> TrainingScores:
-        """[M, D] -> [M, S]; targets outside the subset are masked by the loss."""
-        return TrainingScores(self.layer.all_logits(hidden), self.entry_ids)
 
 
 def ids_from_offsets(d2t: Tensor, num_entries: int) -> Tensor:

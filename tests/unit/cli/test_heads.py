@@ -9,8 +9,8 @@ import pytest
 
 from paceline.cli.heads import heads
 from paceline.errors import CheckpointError
-from paceline.heads import checkpoint
-from paceline.heads.checkpoint import HeadSummary
+from paceline.heads import checkpoint, inspection
+from paceline.heads.inspection import HeadSummary
 
 
 @pytest.fixture
@@ -20,9 +20,9 @@ def summary(monkeypatch):
 
     config = PhraseHeadConfig(hidden_size=32, num_entries=8000)
     found = HeadSummary(
-        Path("pretrained/tiny/phrase"), "phrase", config, 3_434_000, 7_000_000, 3, {"seed": 4}
+        Path("pretrained/tiny/phrase"), "phrase", config, "8,000 phrases", 3_434_000, 7_000_000, {"seed": 4}
     )
-    monkeypatch.setattr(checkpoint, "inspect_head", lambda path: found)
+    monkeypatch.setattr(inspection, "inspect_head", lambda path: found)
     monkeypatch.setattr(checkpoint, "pretrained_heads", lambda: [found.path])
     return found
 
@@ -43,7 +43,7 @@ def test_an_installation_without_heads_says_so(monkeypatch, capsys):
 def test_a_folder_is_inspected_with_its_provenance(summary, capsys):
     heads(Path("anywhere"))
     text = capsys.readouterr().out
-    assert "8,000 of at most 3 words" in text
+    assert "8,000 phrases" in text
     assert '"seed": 4' in text
 
 

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from conftest import PROMPTS
+from paceline.drafters import eagle
 from paceline.drafters.eagle import EagleDrafter
 from paceline.engine.generator import Generator
 from paceline.errors import CheckpointError, ConfigError
@@ -160,9 +161,11 @@ def test_the_cache_holds_what_the_targets_features_give(target_of, tokenizer, ki
     torch.testing.assert_close(proposed.node_values, again.node_values, rtol=1e-3, atol=1e-5)
 
 
-def test_sequences_of_a_batch_draft_as_they_do_alone(target_of, tokenizer):
+@pytest.mark.parametrize("name", ["full", "speculative, shared"])
+def test_sequences_of_a_batch_draft_as_they_do_alone(target_of, tokenizer, name):
     target = target_of("llama")
-    together = drafter_of(target, top_k=3, depth=4)
+    vocabulary = vocabularies(target)[name]
+    together = drafter_of(target, vocabulary=vocabulary, top_k=3, depth=4)
     generator = generator_with(target, tokenizer, together)
     asked = SamplingParameters(max_new_tokens=40)
     sequences = [generator.open(list(prompt), asked).sequence for prompt in PROMPTS]
@@ -170,7 +173,7 @@ def test_sequences_of_a_batch_draft_as_they_do_alone(target_of, tokenizer):
         generator.engine.round()
     trees = together.propose(sequences, 10)
     for sequence, tree in zip(sequences, trees, strict=True):
-        alone = drafter_of(target, top_k=3, depth=4)
+        alone = drafter_of(target, vocabulary=vocabulary, top_k=3, depth=4)
         alone._keep(sequence, committed(target, sequence.token_ids[:-1])["eagle3"], len(sequence) - 1)
         (own,) = alone.propose([sequence], 10)
         assert torch.equal(tree.token_ids, own.token_ids)
@@ -270,3 +273,38 @@ def test_a_published_checkpoint_drafts_with_its_own_rows(target_of, tokenizer, o
     assert list(result.token_ids) == oracle_of("llama", tuple(PROMPTS[2]), NUM_NEW)
     assert result.statistics.num_draft_tokens > 0
     assert drafter.propose([], 8) == []
+
+
+def test_a_sequence_without_numbers_drafts_nothing_and_harms_no_other(target_of, tokenizer):
+    """Neither its neighbours in the batch nor the next owner of its lane."""
+    target = target_of("llama")
+    drafter = drafter_of(target, vocabulary=vocabularies(target)["speculative, shared"], top_k=3, depth=4)
+    generator = generator_with(target, tokenizer, drafter)
+    asked = SamplingParameters(max_new_tokens=40)
+    well, ill = (generator.open(list(prompt), asked).sequence for prompt in PROMPTS[1:])
+    generator.engine.round()
+    expected = drafter.propose([well], 8)[0]
+    drafter._features[ill].parts[:] = [part * torch.nan for part in drafter._features[ill].parts]
+    trees = drafter.propose([well, ill], 8)
+    assert torch.equal(trees[0].token_ids, expected.token_ids)
+    assert trees[1].num_draft_tokens == 0
+    drafter.release(ill)
+    other = generator.open([5, 9, 11], asked).sequence
+    generator.engine.round()
+    assert drafter.propose([other], 8)[0].num_draft_tokens == 8
+
+
+def test_long_texts_go_through_the_head_as_they_come(target_of, tokenizer, monkeypatch):
+    """Nothing piles up while nothing is drafted, and drafts are those of a fresh start."""
+    monkeypatch.setattr(eagle, "CHUNK", 6)
+    target = target_of("llama")
+    drafter = drafter_of(target, top_k=3, depth=3)
+    generator = Generator(target, tokenizer, drafter, num_speculative_tokens=0)
+    sequence = generator.open(list(PROMPTS[2]), SamplingParameters(max_new_tokens=30)).sequence
+    while len(sequence.output_ids) < 20:
+        generator.engine.round()
+        assert sum(map(len, drafter._features[sequence].parts)) < 6
+    fresh = drafter_of(target, top_k=3, depth=3)
+    fresh._keep(sequence, committed(target, sequence.token_ids[:-1])["eagle3"], len(sequence) - 1)
+    found, expected = (d.propose([sequence], 10)[0] for d in (drafter, fresh))
+    assert torch.equal(found.token_ids, expected.token_ids)

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from paceline.errors import CheckpointError
 from paceline.heads import checkpoint
-from paceline.heads.checkpoint import default_head, inspect_head, load_head, pretrained_heads, save_head
+from paceline.heads.checkpoint import default_head, load_head, pretrained_heads, save_head
+from paceline.heads.inspection import inspect_head
 from paceline.heads.phrase import PhraseHead, PhraseHeadConfig
 from paceline.vocabularies.phrases import PhraseVocabulary
 
@@ -200,17 +201,6 @@ def test_a_truncated_parameter_file_is_refused(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(content[:-8])
     with pytest.raises(CheckpointError, match="safetensors"):
         load_head(folder)
-
-
-def test_inspecting_summarises_the_folder(folder: Path) -> None:
-    summary = inspect_head(folder)
-    assert summary.path == folder
-    assert summary.head_type == "phrase"
-    assert summary.num_parameters == new_head().num_parameters
-    assert summary.config.num_entries == 4
-    assert summary.max_words == 2
-    assert summary.num_bytes == sum(file.stat().st_size for file in folder.iterdir())
-    assert summary.provenance == PROVENANCE
 
 
 def test_the_default_head_is_found_by_fingerprint_or_name(

@@ -129,6 +129,15 @@ def test_rotary_tables_are_those_of_the_target():
         torch.testing.assert_close(found[:, 0], table)
 
 
+def test_half_precision_leaves_the_rotary_frequencies_exact():
+    """Rounded to bf16 they would turn far positions by a radian, and only acceptance would tell."""
+    exact, positions = head_of(EAGLE3), torch.tensor([[0, 500, 5000]])
+    half = head_of(EAGLE3).to(torch.bfloat16)
+    assert half.dtype is torch.bfloat16
+    for found, expected in zip(half.rotary(positions), exact.rotary(positions), strict=True):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

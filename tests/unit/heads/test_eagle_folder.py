@@ -109,6 +109,13 @@ def test_other_configurations_are_refused(folder, change, named):
         load_eagle(folder)
 
 
+@pytest.mark.parametrize("coverage", [None, 0, 1.5, True])
+def test_a_coverage_that_is_no_share_is_refused(tmp_path, coverage):
+    save_eagle(tmp_path / "head", loaded(provenance={"coverage": coverage}), "")
+    with pytest.raises(CheckpointError, match="coverage is"):
+        load_eagle(tmp_path / "head")
+
+
 def test_incomplete_folders_are_refused(folder):
     (folder / "provenance.json").unlink()
     with pytest.raises(CheckpointError, match=r"provenance\.json missing"):

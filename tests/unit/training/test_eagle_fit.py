@@ -134,7 +134,7 @@ def test_a_reduced_vocabulary_learns_its_rows_and_leaves_other_tokens_out(target
     fit = fit_of(target, texts, tmp_path / "fit", own_rows=rows, own_ids=ids)
     batch = build_batch(target, texts[:4], (0, 1))
     learned = next(iter(fit.losses(batch))).num_tokens
-    teacher = layer.all_logits(batch.teacher.to(layer.weight.dtype)).bfloat16().argmax(-1)
+    teacher = layer.all_logits(batch.teacher.to(layer.weight.dtype)).argmax(-1)
     assert learned == int((batch.is_learned & (teacher % 2 == 0)).sum())
     fit.run(say=lambda _: None)
     assert not torch.equal(rows.weight, layer.weight[ids])
@@ -145,6 +145,13 @@ def test_damaged_checkpoints_are_refused(target_of, texts, tmp_path):
     fit_of(target, texts, tmp_path / "fit", replace(OPTIONS, epochs=1)).run(say=lambda _: None)
     (tmp_path / "fit" / "epoch-1.safetensors").write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match="cannot be gone on from"):
+        fit_of(target, texts, tmp_path / "fit", replace(OPTIONS, epochs=1)).run()
+
+
+def test_a_fit_of_other_texts_or_options_is_not_gone_on_from(target_of, texts, tmp_path):
+    target = target_of("llama")
+    fit_of(target, texts, tmp_path / "fit", replace(OPTIONS, epochs=1)).run(say=lambda _: None)
+    with pytest.raises(CheckpointError, match="of other texts or options"):
         fit_of(target, texts, tmp_path / "fit").run()
 
 

@@ -58,7 +58,7 @@ def test_a_faster_way_is_taken_where_no_gradient_is_wanted(layer, hidden):
     fast = OutputLayer(layer.weight, score_all=lambda states: torch.full((len(states), V), 7.0))
     assert bool((FullVocabulary(fast).candidates(hidden).logits == 7).all())
     states = hidden.clone().requires_grad_()
-    FullVocabulary(fast).training_scores(states).logits.sum().backward()
+    fast.all_logits(states).sum().backward()
     torch.testing.assert_close(states.grad, layer.weight.sum(0).expand(M, D))
 
 
@@ -125,7 +125,8 @@ def test_with_all_entries_a_speculated_vocabulary_is_the_full_one(layer, hidden,
 def test_candidates_have_their_exact_logits(layer, hidden, is_shared):
     vocabulary = SpeculativeVocabulary(layer, ranking_of(), 9, shares_candidates=is_shared)
     found = vocabulary.candidates(hidden)
-    ids = found.entry_ids.expand(M, 9) if is_shared else found.entry_ids
+    ids = found.entry_ids
+    assert not is_shared or torch.equal(ids, ids[:1].expand(M, 9))
     torch.testing.assert_close(found.logits, layer.all_logits(hidden).gather(1, ids), rtol=1e-5, atol=1e-5)
     assert bool((ids.diff(dim=1) > 0).all())
     ranked = vocabulary.ranking(hidden)
@@ -161,17 +162,6 @@ def test_the_number_of_candidates_changes_at_run_time(layer, hidden):
             vocabulary.num_candidates = value
 
 
-def test_the_ranking_teaches_the_head_nothing(layer, hidden):
-    states = hidden.clone().requires_grad_()
-    vocabulary = SpeculativeVocabulary(layer, ranking_of(), 4)
-    scores = vocabulary.training_scores(states)
-    scores.ranking.sum().backward(retain_graph=True)
-    assert states.grad is None
-    assert vocabulary.ranking.down.weight.grad is not None
-    scores.logits.sum().backward()
-    assert states.grad is not None
-
-
 def test_sizes_that_do_not_agree_are_refused(layer):
     with pytest.raises(ConfigError, match="the ranking has 61 entries, the output layer 60"):
         SpeculativeVocabulary(layer, VocabularyRanking(D, 61), 4)
@@ -191,3 +181,19 @@ def test_best_entries_of_every_kind_of_ids():
         best = Candidates(logits, ids, torch.tensor([math.log(4)])).best(2)
         assert best.entry_ids.tolist() == [expected]
         torch.testing.assert_close(best.log_probs, torch.tensor([[2.0, 1.0]]) - math.log(4))
+
+
+def test_no_group_has_a_say_in_the_candidates_of_another(hidden):
+    """States of two sequences at once choose what they choose alone; one that is no number harms itself."""
+    layer = OutputLayer(torch.randn(V, D, generator=torch.Generator().manual_seed(0)))
+    vocabulary = SpeculativeVocabulary(layer, ranking_of(), 9, shares_candidates=True)
+    other = torch.randn(M, D, generator=torch.Generator().manual_seed(2))
+    together = vocabulary.candidates(torch.cat([hidden, other]), 2)
+    alone = [vocabulary.candidates(states) for states in (hidden, other)]
+    assert torch.equal(together.entry_ids, torch.cat([own.entry_ids for own in alone]))
+    torch.testing.assert_close(together.logits, torch.cat([own.logits for own in alone]))
+    torch.testing.assert_close(together.log_normalizer, torch.cat([own.log_normalizer for own in alone]))
+    broken = vocabulary.candidates(torch.cat([hidden, torch.full_like(other, torch.nan)]), 2)
+    assert torch.equal(broken.entry_ids[:M], alone[0].entry_ids)
+    torch.testing.assert_close(broken.log_probs[:M], alone[0].log_probs)
+    assert bool(broken.log_probs[M:].isnan().all())

@@ -14,6 +14,7 @@ without layer numbers have EAGLE's own: the inputs of 2, L / 2 and L - 3.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,13 +43,11 @@ class ImportedEagle:
         head: in fp32 and in evaluation mode.
         output_weight: [S, D], its own output layer; None where it uses the target's.
         entry_ids: int64 [S], what those rows mean in the target's vocabulary; None for all of it in order.
-        embedding: [V, D], its own copy of the input embeddings, if it has one.
     """
 
     head: EagleHead
     output_weight: Tensor | None
     entry_ids: Tensor | None
-    embedding: Tensor | None
 
 
 def load_public_eagle(folder: str | Path, *, num_layers: int, vocab_size: int) -> ImportedEagle:
@@ -65,7 +64,9 @@ def load_public_eagle(folder: str | Path, *, num_layers: int, vocab_size: int) -
     folder = Path(folder)
     document = _read_config(folder)
     tensors = {_plain_name(name): tensor for name, tensor in read_tensors(folder).items()}
-    output_weight, embedding = tensors.pop("lm_head.weight", None), tensors.pop("embed_tokens.weight", None)
+    output_weight = tensors.pop("lm_head.weight", None)
+    # A copy of the target's, which drafting looks up there.
+    tensors.pop("embed_tokens.weight", None)
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     try:
         config = _head_config(document, tensors, num_layers)
@@ -74,9 +75,12 @@ def load_public_eagle(folder: str | Path, *, num_layers: int, vocab_size: int) -
     except ConfigError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     _load_weights(folder, head, tensors)
-    num_rows = None if output_weight is None else output_weight.shape[0]
+    num_rows = None
+    if output_weight is not None:
+        _check_finite(folder, "lm_head.weight", output_weight)
+        num_rows = output_weight.shape[0]
     entry_ids = _entry_ids(folder, d2t, t2d, num_rows, vocab_size)
-    return ImportedEagle(head.float().eval(), output_weight, entry_ids, embedding)
+    return ImportedEagle(head.float().eval(), output_weight, entry_ids)
 
 
 def read_eagle(folder: str | Path, *, num_layers: int, vocab_size: int) -> LoadedEagle:
@@ -210,6 +214,9 @@ def _head_config(document: Mapping[str, Any], tensors: Mapping[str, Tensor], num
     missing = [key for key in ("hidden_size", "intermediate_size", "num_attention_heads") if key not in own]
     if missing:
         raise ConfigError(f"config.json has no {', '.join(missing)}")
+    activation = own.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise ConfigError(f"config.json has hidden_act {activation!r}: EAGLE heads here have 'silu'")
     num_heads = own["num_attention_heads"]
     queries = tensors.get("layer.self_attn.q_proj.weight")
     if queries is None:
@@ -230,6 +237,7 @@ def _head_config(document: Mapping[str, Any], tensors: Mapping[str, Tensor], num
         max_position_embeddings=own.get("max_position_embeddings", 2048),
         norm_eps=own.get("rms_norm_eps", 1e-6),
         has_attention_bias="layer.self_attn.q_proj.bias" in tensors,
+        has_output_bias="layer.self_attn.o_proj.bias" in tensors,
         has_fusion_bias="fc.bias" in tensors,
         normalises_residual=bool(document.get("norm_before_residual", False)),
         normalises_heads="layer.self_attn.q_norm.weight" in tensors,
@@ -245,6 +253,12 @@ def _feature_layers(document: Mapping[str, Any], num_layers: int) -> tuple[int, 
         return (2, num_layers // 2, num_layers - 3)
     shift = 0 if "speculators_model_type" in document else 1
     layers = tuple(int(layer) + shift for layer in named)
+    if shift == 0 and layers == (1, num_layers // 2 - 1, num_layers - 4):
+        warnings.warn(
+            f"config.json names layers {list(layers)} in speculators' layout, which counts inputs; these are "
+            "the numbers of SpecForge, which counts outputs: if acceptance is poor, add 1 to each",
+            stacklevel=2,
+        )
     outside = [layer - shift for layer in layers if not shift <= layer < num_layers]
     if outside:
         what = "outputs of layers" if shift else "inputs of layers"
@@ -259,7 +273,7 @@ def _rope_parameters(own: Mapping[str, Any]) -> dict[str, Any]:
     """As transformers 5 writes them, from either way of writing; without any, EAGLE's own default."""
     found = own.get("rope_parameters")
     if found is not None:
-        return {"rope_type": "default", "rope_theta": 10000.0, **found}
+        return {"rope_type": "default", "rope_theta": own.get("rope_theta", 10000.0), **found}
     scaling = dict(own.get("rope_scaling") or {})
     scaling["rope_type"] = scaling.pop("type", None) or scaling.get("rope_type") or "default"
     return {**scaling, "rope_theta": own.get("rope_theta", 10000.0)}
@@ -279,9 +293,14 @@ def _load_weights(folder: Path, head: EagleHead, tensors: dict[str, Tensor]) -> 
             raise CheckpointError(
                 f"{folder}: {name} has shape {tuple(tensor.shape)}, config.json asks for {wanted[name]}"
             )
+        _check_finite(folder, name, tensor)
     head.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, assign=True)
-    # Made on the meta device with everything else.
-    head.reset_rotary()
+
+
+def _check_finite(folder: Path, name: str, tensor: Tensor) -> None:
+    """A number that is none would spread through the drafts of a whole batch."""
+    if not bool(tensor.isfinite().all()):
+        raise CheckpointError(f"{folder}: {name} holds values that are not finite")
 
 
 def _entry_ids(
@@ -308,11 +327,21 @@ def _entry_ids(
         ids = ids_from_offsets(d2t, vocab_size)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
-    if t2d is not None:
-        mask = torch.zeros(vocab_size, dtype=torch.bool)
-        mask[ids] = True
-        if t2d.shape != mask.shape or not torch.equal(t2d.bool(), mask):
-            raise CheckpointError(
-                f"{folder}: t2d marks {int(t2d.sum())} tokens and d2t maps {len(ids)}: they must be the same"
-            )
+    _check_marks(folder, d2t, t2d, ids, vocab_size)
     return ids
+
+
+def _check_marks(folder: Path, d2t: Tensor, t2d: Tensor | None, ids: Tensor, vocab_size: int) -> None:
+    """Ids in place of offsets are ascending too: the mask tells them apart, or else their gaps do."""
+    if t2d is None:
+        if 1 < len(d2t) < vocab_size and bool((d2t.diff() > 0).all()):
+            raise CheckpointError(
+                f"{folder}: d2t rises at every entry, as ids do and offsets hardly can, and there is no t2d"
+            )
+        return
+    mask = torch.zeros(vocab_size, dtype=torch.bool)
+    mask[ids] = True
+    if t2d.shape != mask.shape or not torch.equal(t2d.bool(), mask):
+        raise CheckpointError(
+            f"{folder}: t2d marks {int(t2d.sum())} tokens and d2t maps {len(ids)}: they must be the same"
+        )

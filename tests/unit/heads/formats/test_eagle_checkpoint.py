@@ -73,7 +73,6 @@ def test_eagle3_as_its_authors_publish_it(write, file):
     assert found.head.config == EAGLE3
     assert torch.equal(found.entry_ids, IDS)
     assert found.output_weight.shape == (len(IDS), 32)
-    assert found.embedding is None
 
 
 def test_half_precision_becomes_single(write):
@@ -106,7 +105,6 @@ def test_eagle1(write):
     found = load(write(tensors, described, "pytorch_model.bin", bias=True))
     assert found.head.config == config
     assert_same_weights(found.head, head_of(config))
-    assert found.embedding.shape == (V, 32)
     assert found.output_weight is None
 
 
@@ -149,6 +147,7 @@ def test_shards_are_found_through_their_index(write, num_shards):
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
         {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.0}},
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 1e6},
     ],
 )
 def test_rotary_settings_of_either_way_of_writing_are_read(write, rope):
@@ -187,6 +186,9 @@ def damaged(change):
         (lambda t: (t.pop("d2t"), t.pop("t2d")), "5 rows for 50 tokens, and no d2t"),
         (lambda t: t.update(d2t=torch.zeros(5, dtype=torch.int64)), "the map was lost"),
         (lambda t: t.update(d2t=IDS), "must hold offsets"),
+        (lambda t: (t.update(d2t=torch.tensor([0, 2, 5, 8, 11])), t.pop("t2d")), "rises at every entry"),
+        (lambda t: t["fc.weight"].fill_(torch.inf), "fc.weight holds values that are not finite"),
+        (lambda t: t["lm_head.weight"].fill_(torch.nan), "lm_head.weight holds values that are not finite"),
         (lambda t: t.update(d2t=t["d2t"] + 5), "must hold offsets"),
         (lambda t: t.update(d2t=t["d2t"][:4]), "d2t has 4 entries and lm_head 5 rows"),
         (lambda t: t.update(t2d=~t["t2d"]), "t2d marks 45 tokens"),
@@ -204,6 +206,7 @@ def test_damaged_files_are_refused(write, change, named):
     [
         ({"hidden_size": None}, "hidden_size is None"),
         ({"norm_output": True}, "sets norm_output"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act 'gelu_pytorch_tanh'"),
     ],
 )
 def test_configurations_that_cannot_be_read_are_refused(write, changes, named):
@@ -260,3 +263,18 @@ def test_only_eagle3_with_as_many_rows_as_ids_is_written(tmp_path):
     with pytest.raises(CheckpointError, match="5 ids for 0 rows"):
         save_speculators_eagle3(tmp_path / "out", head_of(), entry_ids=IDS, **given)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_bias_of_q_k_and_v_needs_none_of_the_output(write):
+    config = replace(EAGLE3, has_attention_bias=True)
+    assert load(write(public_tensors(head_of(config)))).head.config == config
+
+
+def test_numbers_of_the_other_convention_are_warned_of(write):
+    folder = write(
+        public_tensors(head_of(), "layers.0."),
+        speculators_model_type="eagle3",
+        eagle_aux_hidden_state_layer_ids=[1, 14, 26],
+    )
+    with pytest.warns(UserWarning, match="the numbers of SpecForge"):
+        assert load(folder).head.config.feature_layers == (1, 14, 26)
