@@ -20,7 +20,7 @@ import paceline
 from paceline.drafters.phrase_trees import PhraseTrees
 from paceline.heads.checkpoint import LoadedHead, load_head
 from paceline.training.evaluate import WIDTHS, HeadEvaluation, evaluate_trees
-from paceline.training.head_stages import scaled_embeddings
+from paceline.training.phrase_stages import scaled_embeddings
 from paceline.training.prompts import is_held_out
 from paceline.training.samples import Samples, read_samples
 from paceline.tree import DraftTree

@@ -29,6 +29,8 @@ class StubTarget:
     device = torch.device("cpu")
     embedding_table = None
     output_rows = None
+    layer_shape = None
+    architecture_name = "Stub"
     pads_rows = True
 
     def __init__(self, law: Law, vocab_size: int, *, context_len: int = 1 << 20) -> None:

@@ -20,9 +20,10 @@ from paceline.errors import CheckpointError, ConfigError, PacelineError
 from paceline.heads.checkpoint import load_head
 from paceline.targets.huggingface import HuggingFaceTarget
 from paceline.testing import TINY_EOS
-from paceline.training import distill, head_stages, shards
+from paceline.training import distill, phrase_stages, shards
 from paceline.training.fit import PhraseFit
-from paceline.training.options import TrainingOptions
+from paceline.training.phrase_options import PhraseTrainingOptions
+from paceline.training.phrase_pipeline import PHRASE_PIPELINE
 from paceline.training.pipeline import TrainingRun
 from paceline.training.progress import Reporter
 from paceline.training.workers import Task, run_workers
@@ -80,8 +81,8 @@ def start(tmp_path: Path, data: Path, target_of: Callable[..., HuggingFaceTarget
             "device": "cpu",
             "dtype": "fp32",
         }
-        options = TrainingOptions(**{**settings, **changes})
-        return TrainingRun(options, Reporter(quiet=True), lambda _: generator)
+        options = PhraseTrainingOptions(**{**settings, **changes})
+        return TrainingRun(options, PHRASE_PIPELINE, Reporter(quiet=True), lambda _: generator)
 
     return make
 
@@ -122,7 +123,7 @@ def test_same_command_again_does_nothing(
 
     monkeypatch.setattr(distill.Distiller, "run", must_not_run)
     monkeypatch.setattr(PhraseFit, "run", must_not_run)
-    monkeypatch.setattr(head_stages, "check_in_engine", must_not_run)
+    monkeypatch.setattr(phrase_stages, "check_in_engine", must_not_run)
     second = start().run()
     assert json.loads(json.dumps(first)) == json.loads(json.dumps(second))
     assert (tmp_path / "head" / "model.safetensors").read_bytes() == weights
@@ -189,9 +190,9 @@ def test_goes_on_after_an_interruption_in(
     stage: str, start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     victim = {
-        "vocabulary": (head_stages.PhraseVocabulary, "mine"),
-        "evaluation": (head_stages, "check_in_engine"),
-        "export": (head_stages, "save_head"),
+        "vocabulary": (phrase_stages.PhraseVocabulary, "mine"),
+        "evaluation": (phrase_stages, "check_in_engine"),
+        "export": (phrase_stages, "save_head"),
     }[stage]
 
     def interrupt(*_: Any, **__: Any) -> Any:
@@ -329,7 +330,7 @@ def test_two_workers_give_the_answers_of_one(
             target=str(folder), work=tmp_path / f"work{workers}", workers=workers, stop_after="answers"
         ).context.options
         options = replace(options, num_tokens=10**6)
-        run = TrainingRun(options, Reporter(quiet=True))
+        run = TrainingRun(options, PHRASE_PIPELINE, Reporter(quiet=True))
         run.run()
         answers = shards.read_answers(run.context.answers_folder)
         found[workers] = {answer.key: answer.output_ids.tolist() for answer in answers}

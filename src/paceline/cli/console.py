@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -42,3 +43,12 @@ def summary(statistics: GenerationStatistics) -> str:
         f"{statistics.tokens_per_second:.1f} tokens/s, {statistics.num_rounds} rounds, "
         f"{statistics.mean_acceptance_length:.2f} tokens a round{relaxed}"
     )
+
+
+def print_stages(reported: Mapping[str, Mapping[str, Any]]) -> None:
+    """What each stage of a training run reported, for a person."""
+    console = output()
+    for stage, figures in reported.items():
+        console.print(f"{stage}:")
+        for name, value in figures.items():
+            console.print(f"  {name}: {value:,}" if isinstance(value, int) else f"  {name}: {value}")

@@ -21,6 +21,7 @@ from paceline.kernels.build import loaded_kernels
 from paceline.kernels.packing import pack_bias, pack_weight
 from paceline.tree import DraftTree
 from paceline.vocabularies.chains import CHAINED_PHRASES, FOLLOWER_NODES
+from paceline.vocabularies.speculative import DEFAULT_NUM_CANDIDATES
 from paceline.vocabularies.trie import TIE, TokenTrie
 
 ALIGNMENT = 16
@@ -36,6 +37,7 @@ class CompiledPhrases:
         token_ids: tokens of each phrase.
         embeddings: [V, D], input embeddings; read by a head with a step only.
         library: the kernels.
+        num_candidates: phrases that a head with a ranking scores.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class CompiledPhrases:
         token_ids: Seq[tuple[int, ...]],
         embeddings: Tensor | None,
         library: ctypes.CDLL,
+        num_candidates: int = DEFAULT_NUM_CANDIDATES,
     ) -> None:
         self._library = library
         self._library.paceline_phrase_new.restype = ctypes.c_void_p
@@ -56,13 +59,14 @@ class CompiledPhrases:
         packed_head = abi.PhraseHead(
             layers=layers,
             norms=norms,
-            output=self._pack(output.weight[order], output.bias[order]),
+            output=self._output(head, order),
             depth=len(head.layers),
             num_inputs=head.config.num_inputs,
             input_size=head.config.hidden_size,
             output_dtype=_DTYPES[output.weight.dtype],
             norm_eps=self._eps(head),
             input_eps=torch.finfo(torch.float32).eps,
+            **self._ranking(head, order, num_candidates),
         )
         packed_trie, packed_chain = self._trie(trie), self._chain(head, trie, token_ids, embeddings)
         self._drafter = ctypes.c_void_p(
@@ -82,6 +86,7 @@ class CompiledPhrases:
         trie: TokenTrie,
         token_ids: Seq[tuple[int, ...]],
         embeddings: Tensor | None = None,
+        num_candidates: int = DEFAULT_NUM_CANDIDATES,
     ) -> CompiledPhrases | None:
         """Packed, when the kernels are loaded (the target is on the fast path) and sizes fit; else None."""
         library = loaded_kernels()
@@ -89,11 +94,13 @@ class CompiledPhrases:
         sizes = (head.config.hidden_size, *head.config.layer_widths)
         if library is None or weight.device.type != "cpu" or any(size % ALIGNMENT for size in sizes):
             return None
+        if head.ranking is not None and head.ranking.width % ALIGNMENT:
+            return None
         if head.trunk_dtype != torch.float32 or weight.dtype not in _DTYPES:
             return None
         if head.step is not None and (embeddings is None or embeddings.dtype not in _DTYPES):
             return None
-        return cls(head, trie, token_ids, embeddings, library)
+        return cls(head, trie, token_ids, embeddings, library, num_candidates)
 
     def draft(
         self, inputs: Tensor, roots: Seq[int], max_nodes: int, *, has_chains: bool = True
@@ -118,6 +125,27 @@ class CompiledPhrases:
             DraftTree(tokens[row, :count], parents[row, :count], values[row, :count])
             for row, count in enumerate(counts.tolist())
         ]
+
+    def _output(self, head: PhraseHead, order: Tensor) -> abi.Linear:
+        """Scores of all phrases; packed where they are all computed."""
+        output = head.output
+        if head.ranking is None:
+            return self._pack(output.weight[order], output.bias[order])
+        return abi.Linear(None, None, output.in_features, output.out_features)
+
+    def _ranking(self, head: PhraseHead, order: Tensor, num_candidates: int) -> dict[str, Any]:
+        """What chooses the phrases that are scored, and their rows as they are; nothing without it."""
+        if head.ranking is None:
+            return {}
+        down, table, output = head.ranking.down, head.ranking.vocabulary.weight, head.output
+        none = down.weight.new_zeros(down.out_features)
+        return {
+            "narrowing": self._pack(down.weight.float(), none),
+            "table": self._pack(table[order].to(output.weight.dtype), output.bias[order]),
+            "rows": self._keep(output.weight[order]),
+            "row_bias": self._keep(output.bias[order].float()),
+            "num_candidates": min(num_candidates, output.out_features),
+        }
 
     def _stack(self, module: PhraseHead | PhraseStep) -> tuple[Any, Any]:
         """Layers and the norms behind them."""

@@ -124,7 +124,7 @@ class EagleDrafter:
                 "drafter"
             )
         loaded = read_eagle(folder, num_layers=target.num_layers, vocab_size=target.vocab_size)
-        _check_fit(target, loaded)
+        check_fit(target, loaded)
         layer = loaded.head.to(target.device, target.dtype).requires_grad_(False)
         return cls(target, layer, vocabulary_of(cls.vocabulary_name, target, loaded))
 
@@ -344,7 +344,7 @@ class SpeculativeEagleDrafter(EagleDrafter):
     vocabulary_name: ClassVar[str] = "speculative"
 
 
-def _check_fit(target: TargetModel, loaded: LoadedEagle) -> None:
+def check_fit(target: TargetModel, loaded: LoadedEagle) -> None:
     """Refuse a head of the wrong shape; warn when it was trained on another model of the right shape."""
     config = loaded.head.config
     if (config.target_hidden_size, config.hidden_size) != (target.hidden_size, target.hidden_size):

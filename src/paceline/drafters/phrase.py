@@ -150,6 +150,8 @@ def _ready_to_draft(head: PhraseHead, device: torch.device) -> PhraseHead:
     ready = ready.to(device).eval().requires_grad_(False)
     if device.type == "cpu" and cpu_has_bfloat16():
         ready.output.to(torch.bfloat16)
+        if ready.ranking is not None:
+            ready.ranking.vocabulary.to(torch.bfloat16)
     return ready
 
 

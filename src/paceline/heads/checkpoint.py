@@ -28,9 +28,13 @@ from paceline.heads.folders import check_files, read_json, read_tensors, replace
 from paceline.heads.phrase import PhraseHead, PhraseHeadConfig
 from paceline.vocabularies.phrases import PhraseVocabulary
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 # Fields that an older format did not have; their defaults describe its heads.
-_ADDED_FIELDS = {1: frozenset({"chain_entries"}), 2: frozenset()}
+_ADDED_FIELDS = {
+    1: frozenset({"chain_entries", "ranking_width"}),
+    2: frozenset({"ranking_width"}),
+    3: frozenset(),
+}
 HEAD_TYPE = "phrase"
 PRETRAINED = Path(__file__).parent.parent / "pretrained"
 _FILES = ("config.json", "model.safetensors", "phrases.json", "provenance.json")

@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from paceline.config import nearest_name
 from paceline.errors import ConfigError, ShapeError
+from paceline.vocabularies.speculative import VocabularyRanking
 
 INPUTS = ("hidden", "newest_token_embedding")
 """Vectors that a head may read besides layer inputs."""
@@ -46,6 +47,8 @@ class PhraseHeadConfig:
         feature_layers: layers of the target whose inputs are read as well.
         dropout: chance to drop a unit during training, in [0, 1).
         chain_entries: phrases, the first ones of the vocabulary, that may follow another; 0 for none.
+        ranking_width: columns between the two matrices of a ranking of the phrases, which chooses those that
+            are scored (a speculated vocabulary); 0: all are.
     """
 
     hidden_size: int
@@ -57,6 +60,7 @@ class PhraseHeadConfig:
     feature_layers: tuple[int, ...] = ()
     dropout: float = 0.0
     chain_entries: int = 0
+    ranking_width: int = 0
 
     def __post_init__(self) -> None:
         """Refuse shapes that cannot be built; values can come from a file, so their types are checked too."""
@@ -76,6 +80,10 @@ class PhraseHeadConfig:
             raise ConfigError(
                 f"phrase head: chain_entries is {self.chain_entries!r}, it must be a whole number from 0 to "
                 f"the number of entries, {self.num_entries}"
+            )
+        if not _is_whole(self.ranking_width, 0):
+            raise ConfigError(
+                f"phrase head: ranking_width is {self.ranking_width!r}, it must be a whole number, 0 or more"
             )
         for name in self.inputs:
             if name not in INPUTS:
@@ -135,6 +143,9 @@ class PhraseHead(nn.Module):
         self.norms = nn.ModuleList([nn.LayerNorm(width) for width in widths])
         self.output = nn.Linear(config.width, config.num_entries)
         self.dropout = nn.Dropout(config.dropout)
+        self.ranking: VocabularyRanking | None = None
+        if config.ranking_width:
+            self.ranking = VocabularyRanking(config.width, config.num_entries, config.ranking_width)
         self.step: PhraseStep | None = None
         if config.chain_entries:
             self.step = PhraseStep(config.hidden_size, config.width, config.dropout)
@@ -205,6 +216,17 @@ class PhraseHead(nn.Module):
         """Scores of all phrases: [M, width], what `trunk` gives -> [M, E]."""
         scores: Tensor = self.output(state.to(self.output.weight.dtype))
         return scores
+
+    def ranking_scores(self, state: Tensor) -> Tensor:
+        """What the ranking says of all phrases, their bias included: [M, width] -> [M, E].
+
+        Raises:
+            ConfigError: the head has none.
+        """
+        if self.ranking is None:
+            raise ConfigError("phrase head: ranking_width is 0, so there is no ranking")
+        scores: Tensor = self.ranking(state)
+        return scores + self.output.bias.detach().to(scores.dtype)
 
     def chained_scores(self, state: Tensor, last_embedding: Tensor, mean_embedding: Tensor) -> Tensor:
         """Scores of the phrases behind a drafted one.

@@ -126,6 +126,11 @@ class PhraseHead(Structure):
         ("output_dtype", c_int32),
         ("norm_eps", c_float),
         ("input_eps", c_float),
+        ("narrowing", Linear),
+        ("table", Linear),
+        ("rows", c_void_p),
+        ("row_bias", c_void_p),
+        ("num_candidates", c_int32),
     ]
 
 
@@ -237,4 +242,40 @@ class GatherDot(Structure):
         ("index", c_void_p),
         ("bias", c_void_p),
         ("out", c_void_p),
+    ]
+
+
+class SoftLoss(Structure):
+    """Rows of logits that learn from the rows of a teacher."""
+
+    _fields_: ClassVar = [
+        ("num_rows", c_int64),
+        ("size", c_int64),
+        ("num_threads", c_int32),
+        ("scale", c_float),
+        ("soft_cap", c_float),
+        ("products", c_void_p),
+        ("teacher", c_void_p),
+        ("teacher_rows", c_void_p),
+        ("bias", c_void_p),
+        ("losses", c_void_p),
+    ]
+
+
+class RankingCall(Structure):
+    """Narrow states, the table that ranks all entries, and the entries that it puts first."""
+
+    _fields_: ClassVar = [
+        ("table", Linear),
+        ("dtype", c_int32),
+        ("num_threads", c_int32),
+        ("num_rows", c_int32),
+        ("num_groups", c_int32),
+        ("is_shared", c_int32),
+        ("wanted", c_int64),
+        ("states", c_void_p),
+        ("stride", c_int64),
+        ("scores", c_void_p),
+        ("ids", c_void_p),
+        ("log_share", c_void_p),
     ]

@@ -128,7 +128,11 @@ inline void guess(const Trie& trie, const Children& children, int num_scores, fl
   v16f highest = splat(-INFINITY);
   for (int i = 0; i < num_scores; i += LANES) highest = maximum(load(scores + i), highest);
   const float most = maximum(highest);
-  for (int i = 0; i < num_scores; i += LANES) store(scores + i, exponential(load(scores + i) - most));
+  for (int i = 0; i < num_scores; i += LANES) {
+    const v16f own = load(scores + i);
+    // Phrases that were not scored have no chance at all.
+    store(scores + i, own == -INFINITY ? v16f{} : exponential(own - most));
+  }
   out.running.resize(num_scores + 1);
   out.running[0] = 0.0;
   for (int i = 0; i < num_scores; i++) out.running[i + 1] = out.running[i] + scores[i];

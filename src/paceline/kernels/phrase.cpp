@@ -7,11 +7,14 @@
 #include <algorithm>
 #include <vector>
 
+#include "dot.hpp"
 #include "guess.hpp"
 #include "layers.hpp"
 #include "linear.hpp"
+#include "mass.hpp"
 #include "merged_tree.hpp"
 #include "threads.hpp"
+#include "top_scores.hpp"
 
 namespace paceline {
 
@@ -22,6 +25,13 @@ struct PhraseHead {
   int32_t depth, num_inputs, input_size;
   int32_t output_dtype;  // 0: fp32, 1: bf16.
   float norm_eps, input_eps;
+  // A speculated vocabulary of phrases: a narrow ranking of all of them says which are scored. Then `output` has no
+  // packed weights, and its rows lie here in the order of the trie.
+  Linear narrowing;  // fp32
+  Linear table;      // of `output_dtype`, bias included.
+  const void* rows;  // [num_entries, width] of `output_dtype`.
+  const float* row_bias;
+  int32_t num_candidates;  // 0: all phrases are scored.
 };
 
 struct Chain {
@@ -53,6 +63,7 @@ class PhraseDrafter {
       : head_(head), trie_(trie), chain_(chain), num_threads_(num_threads) {
     layers_.assign(head.layers, head.layers + head.depth);
     norms_.assign(head.norms, head.norms + head.depth);
+    narrowing_.assign(1, head.narrowing);
     children_ = Children(trie);
     if (!chain.num_first) return;
     follower_children_ = Children(chain.followers);
@@ -67,6 +78,10 @@ class PhraseDrafter {
     const int num_chained = call.num_rows * num_first;
     Work second{};
     if (num_chained) second = prepare(num_chained, steps_[0].in, steps_, chain_.output, second_);
+    const bool is_ranked = head_.num_candidates != 0;
+    Work ranked{};
+    if (is_ranked) ranked = prepare(call.num_rows, head_.output.in, narrowing_, head_.table, ranked_);
+    if (is_ranked && tops_.empty()) tops_.assign(pool.size(), TopScores(head_.num_candidates));
     guesses_.resize(std::max<size_t>(guesses_.size(), call.num_rows));
     follows_.resize(std::max<size_t>(follows_.size(), num_chained));
     pool.run([&](int thread) {
@@ -86,9 +101,11 @@ class PhraseDrafter {
           if (layer + 1 == head_.depth) narrow(first, row);
         });
       }
-      score(pool, thread, head_.output, first, call.num_rows);
+      if (is_ranked) rank(pool, thread, each, first, ranked, call.num_rows);
+      else score(pool, thread, head_.output, first, call.num_rows);
       each(call.num_rows, [&](int row) {
-        guess(trie_, children_, trie_.num_entries, first.scores_of(row), call.max_nodes, num_first, guesses_[row]);
+        guess(trie_, children_, trie_.num_entries + is_ranked, first.scores_of(row), call.max_nodes, num_first,
+              guesses_[row]);
         if (!num_chained) write(call, row, guesses_[row]);
       });
       if (num_chained) chain(pool, thread, each, call, first, second, num_chained);
@@ -115,7 +132,7 @@ class PhraseDrafter {
     Work work;
     work.widest = padded(num_inputs);
     for (const Linear& layer : layers) work.widest = std::max(work.widest, padded(layer.out));
-    work.scores_stride = num_pairs(output) * PAIR;
+    work.scores_stride = (output.out / PAIR + 1) * PAIR;  // One column more than there are scores, at least.
     work.narrow_stride = padded(output.in);
     work.state = from.state.get(rows * work.widest);
     work.update = from.update.get(rows * work.widest);
@@ -135,6 +152,52 @@ class PhraseDrafter {
                     work.scores_stride);
     else
       product<float>(pool, thread, output, work.state, work.widest, num_rows, work.scores, work.scores_stride);
+  }
+
+  // Scores of the phrases that the ranking puts first; what it says of the others goes into one column for all of them.
+  template <class Each>
+  void rank(Pool& pool, int thread, Each&& each, const Work& first, const Work& ranked, int num_rows) {
+    product<float>(pool, thread, head_.narrowing, first.state, first.widest, num_rows, ranked.state, ranked.widest);
+    each(num_rows, [&](int row) {
+      for (int d = 0; d < head_.table.in; d += LANES)
+        store(ranked.narrow + size_t(row) * ranked.narrow_stride + d, load(ranked.at(ranked.state, row) + d));
+    });
+    score(pool, thread, head_.table, ranked, num_rows);
+    each(num_rows, [&](int row) {
+      const float *ranking = ranked.scores_of(row), *state = first.at(first.state, row);
+      if (head_.output_dtype == 1) choose<bf16>(thread, ranking, state, first.scores_of(row));
+      else choose<float>(thread, ranking, state, first.scores_of(row));
+    });
+  }
+
+  template <class T>
+  void choose(int thread, const float* ranking, const float* state, float* scores) {
+    const int size = trie_.num_entries, width = head_.output.in;
+    const T* rows = static_cast<const T*>(head_.rows);
+    Mass all;
+    v16f last = splat(-INFINITY);
+    const int whole = size / LANES * LANES;
+    for (int i = 0; i < whole; i += LANES) all.add(load(ranking + i));
+    for (int i = whole; i < size; i++) last[i - whole] = ranking[i];
+    if (whole < size) all.add(last);
+    TopScores& top = tops_[thread];
+    top.clear();
+    top.add(0, size, [&](int64_t i) { return load(ranking + i); }, [&](int64_t i) { return ranking[i]; });
+    std::vector<int64_t> ids(head_.num_candidates);
+    top.take(ids.data());
+    for (int64_t id : ids) prefetch(rows + id * width, width * sizeof(T));
+    std::fill(scores, scores + size, -INFINITY);
+    float most = -INFINITY;
+    double kept = 0.0, exact = 0.0;
+    const float mass = all.log();
+    for (int64_t id : ids) {
+      scores[id] = dot(rows + id * width, state, width) + head_.row_bias[id];
+      most = std::max(most, scores[id]);
+      kept += std::exp(ranking[id] - mass);
+    }
+    for (int64_t id : ids) exact += std::exp(scores[id] - most);
+    // The candidates hold `kept` of the ranking's mass, and by that as much of the exact one.
+    scores[size] = kept < 1.0 ? float(most + std::log(exact * (1.0 / kept - 1.0))) : -INFINITY;
   }
 
   // Phrases behind the likeliest first ones, then the merged trees. Row r of `second` goes on from first phrase
@@ -302,7 +365,9 @@ class PhraseDrafter {
   std::vector<Linear> layers_, steps_;
   std::vector<Norm> norms_, step_norms_;
   std::vector<Guess> guesses_, follows_;
-  Buffers first_, second_;
+  std::vector<Linear> narrowing_;
+  std::vector<TopScores> tops_;
+  Buffers first_, second_, ranked_;
 };
 
 }  // namespace paceline

@@ -1,6 +1,8 @@
-// The largest logit of each row. torch's argmax walks bf16 one number at a time on a CPU.
+// The largest logit of each row, and the mass of a row. torch's argmax walks bf16 one number at a time on a CPU, and its
+// logsumexp goes over the row five times.
 #include <algorithm>
 
+#include "mass.hpp"
 #include "simd.hpp"
 #include "threads.hpp"
 
@@ -43,14 +45,45 @@ namespace {
 // Below so many bytes waking the other threads takes longer than reading.
 constexpr int64_t WORTH_SHARING = 1 << 20;
 
+// take(row) for every row, on all cores where that pays.
+template <class Take>
+void for_rows(int64_t num_rows, int64_t num_bytes, int num_threads, Take&& take) {
+  if (num_threads == 1 || num_rows == 1 || num_bytes < WORTH_SHARING) {
+    for (int64_t row = 0; row < num_rows; row++) take(row);
+    return;
+  }
+  paceline::Pool& pool = paceline::shared_pool(num_threads);
+  pool.run([&](int thread) {
+    for (int64_t row = thread; row < num_rows; row += pool.size()) take(row);
+  });
+}
+
 template <class T>
 void argmax_all(const T* rows, int64_t num_rows, int64_t size, int64_t* places, int num_threads) {
-  auto take = [&](int64_t from, int64_t step) {
-    for (int64_t row = from; row < num_rows; row += step) places[row] = paceline::argmax(rows + row * size, size);
-  };
-  if (num_threads == 1 || num_rows == 1 || int64_t(num_rows * size * sizeof(T)) < WORTH_SHARING) return take(0, 1);
-  paceline::Pool& pool = paceline::shared_pool(num_threads);
-  pool.run([&](int thread) { take(thread, pool.size()); });
+  for_rows(num_rows, num_rows * size * sizeof(T), num_threads,
+           [&](int64_t row) { places[row] = paceline::argmax(rows + row * size, size); });
+}
+
+template <class T>
+float log_sum_exp(const T* row, int64_t size) {
+  paceline::Mass mass;
+  int64_t i = 0;
+  for (; i + paceline::LANES <= size; i += paceline::LANES) mass.add(paceline::load(row + i));
+  if (i < size) {
+    paceline::v16f rest = paceline::splat(-INFINITY);
+    for (int lane = 0; i + lane < size; lane++) {
+      if constexpr (sizeof(T) == 2) rest[lane] = paceline::widen(row[i + lane]);
+      else rest[lane] = row[i + lane];
+    }
+    mass.add(rest);
+  }
+  return mass.log();
+}
+
+template <class T>
+void log_sum_exp_all(const T* rows, int64_t num_rows, int64_t size, float* out, int num_threads) {
+  for_rows(num_rows, num_rows * size * sizeof(T), num_threads,
+           [&](int64_t row) { out[row] = log_sum_exp(rows + row * size, size); });
 }
 
 }  // namespace
@@ -62,6 +95,13 @@ void paceline_argmax(const void* rows, int32_t dtype, int64_t num_rows, int64_t 
                      int32_t num_threads) {
   if (dtype == 1) argmax_all(static_cast<const paceline::bf16*>(rows), num_rows, size, places, num_threads);
   else argmax_all(static_cast<const float*>(rows), num_rows, size, places, num_threads);
+}
+
+// The same rows -> logarithms of their summed exponentials.
+void paceline_log_sum_exp(const void* rows, int32_t dtype, int64_t num_rows, int64_t size, float* out,
+                          int32_t num_threads) {
+  if (dtype == 1) log_sum_exp_all(static_cast<const paceline::bf16*>(rows), num_rows, size, out, num_threads);
+  else log_sum_exp_all(static_cast<const float*>(rows), num_rows, size, out, num_threads);
 }
 
 }  // extern "C"

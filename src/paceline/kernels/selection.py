@@ -15,6 +15,8 @@ from paceline.kernels.build import loaded_kernels
 
 DTYPES = {torch.float32: abi.FP32, torch.bfloat16: abi.BF16}
 """Logits that the kernels read."""
+WORTH_COMPILED = 64
+"""Entries of a row from which on a sum is worth a call of the kernel."""
 
 
 def argmax_rows(logits: Tensor) -> Tensor:
@@ -43,6 +45,41 @@ def argmax_rows(logits: Tensor) -> Tensor:
         ctypes.c_int32(torch.get_num_threads()),
     )
     return places
+
+
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """Logarithm of the summed exponentials of each row: [M, k] -> fp32 [M]; minus infinity for no entries."""
+    library = loaded_kernels() if logits.device.type == "cpu" else None
+    is_learning = torch.is_grad_enabled() and logits.requires_grad
+    can_compile = logits.dtype in DTYPES and logits.is_contiguous() and logits.shape[1] >= WORTH_COMPILED
+    can_compile &= not is_learning
+    if library is None or not can_compile:
+        return torch.logsumexp(logits.float(), dim=-1)
+    out = torch.empty(logits.shape[0])
+    library.paceline_log_sum_exp(
+        ctypes.c_void_p(logits.data_ptr()),
+        ctypes.c_int32(DTYPES[logits.dtype]),
+        ctypes.c_int64(logits.shape[0]),
+        ctypes.c_int64(logits.shape[1]),
+        ctypes.c_void_p(out.data_ptr()),
+        ctypes.c_int32(torch.get_num_threads()),
+    )
+    return out
+
+
+def best_places(scores: Tensor, num_places: int) -> Tensor:
+    """Places of the largest scores of each row, in no promised order.
+
+    Args:
+        scores: fp32 [M, k] without NaN on a CPU.
+        num_places: n, at most k.
+
+    Returns:
+        int64 [M, n] on the same device.
+    """
+    if scores.device.type == "cpu" and loaded_kernels() is not None:
+        return top_ids(scores, num_places)
+    return scores.topk(num_places, dim=-1).indices
 
 
 def logits_at(logits: Tensor, rows: NDArray[np.int64], ids: NDArray[np.int64]) -> NDArray[np.float64]:

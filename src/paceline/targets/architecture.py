@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from paceline.errors import IncompatibleModelError, UnsupportedFeatureError
+from paceline.targets.base import DecoderLayerShape
 
 # Attributes under which decoders keep their list of layers.
 LAYER_LISTS = ("layers", "h", "blocks", "decoder.layers")
@@ -89,6 +90,40 @@ def read_architecture(model: Any) -> Architecture:
         num_heads=int(config.num_attention_heads),
         context_len=_context_len(config),
         is_sdpa=implementation == "sdpa",
+    )
+
+
+# Scalings that a Llama layer understands without what other architectures keep beside them.
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def read_layer_shape(config: Any) -> DecoderLayerShape | None:
+    """Sizes of a model's layers; None for a configuration that does not name them."""
+    hidden_size, num_heads = (
+        getattr(config, "hidden_size", None),
+        getattr(config, "num_attention_heads", None),
+    )
+    if not hidden_size or not num_heads:
+        return None
+    rope = getattr(config, "rope_parameters", None) or {}
+    # Models whose kinds of layers turn differently list them one by one.
+    rope = rope.get("full_attention", rope)
+    if rope.get("rope_type", "default") not in _ROPE_TYPES:
+        rope = {"rope_theta": rope.get("rope_theta", 10000.0)}
+    eps = getattr(config, "rms_norm_eps", None) or getattr(config, "layer_norm_eps", None) or 1e-6
+    return DecoderLayerShape(
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        head_dim=getattr(config, "head_dim", None) or hidden_size // num_heads,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            # A layer of Llama turns all of a head.
+            **{name: value for name, value in rope.items() if name != "partial_rotary_factor"},
+        },
+        max_position_embeddings=_context_len(config),
+        norm_eps=float(eps),
     )
 
 

@@ -5,10 +5,10 @@ Rows of a forward are flattened: segment i's prefix rows come first, then its tr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -87,11 +87,38 @@ class OutputRows:
     soft_cap: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class DecoderLayerShape:
+    """What a layer of the target looks like: the shape that a one-layer draft head takes over.
+
+    Attributes:
+        intermediate_size: of the MLP.
+        num_heads: attention heads.
+        num_kv_heads: heads of keys and values.
+        head_dim: width of a head.
+        rope_parameters: rotary positions of full attention, as transformers' configurations have them.
+        max_position_embeddings: positions that rotary scaling starts from.
+        norm_eps: of the norms.
+    """
+
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_parameters: Mapping[str, Any]
+    max_position_embeddings: int
+    norm_eps: float
+
+
 class TargetModel(Protocol):
     """A frozen model that scores draft trees. `cached_len(s) == len(s) - 1` holds between rounds."""
 
     fingerprint: str
     """Identifies weights and tokenizer; empty when unknown."""
+
+    @property
+    def architecture_name(self) -> str:
+        """Class of the model, as its configuration names it: `LlamaForCausalLM`."""
 
     @property
     def vocab_size(self) -> int:
@@ -124,6 +151,10 @@ class TargetModel(Protocol):
     @property
     def output_rows(self) -> OutputRows | None:
         """The output layer row by row, for drafters that score some of them; None where it is not shown."""
+
+    @property
+    def layer_shape(self) -> DecoderLayerShape | None:
+        """Sizes of the target's own layers; None where it does not know them."""
 
     @property
     def pads_rows(self) -> bool:

@@ -20,8 +20,8 @@ from paceline.config import EXECUTIONS, check_known
 from paceline.errors import ConfigError, IncompatibleModelError, ShapeError, UnsupportedFeatureError
 from paceline.kv_cache import Growth, KVCache
 from paceline.sequence import Segment, Sequence, VerifyResult
-from paceline.targets.architecture import Architecture, read_architecture
-from paceline.targets.base import OutputRows, TargetOutput
+from paceline.targets.architecture import Architecture, read_architecture, read_layer_shape
+from paceline.targets.base import DecoderLayerShape, OutputRows, TargetOutput
 from paceline.targets.buckets import MAX_WIDTH
 from paceline.targets.cuda_graphs import CudaGraphs
 from paceline.targets.eager_forward import EagerDecoder
@@ -209,6 +209,11 @@ class HuggingFaceTarget:
         return self.kv_cache.num_bytes // (self.kv_cache.num_slots * self.kv_cache.capacity)
 
     @property
+    def architecture_name(self) -> str:
+        """Class of the model: `LlamaForCausalLM`."""
+        return type(self.model).__name__
+
+    @property
     def vocab_size(self) -> int:
         """Rows of the output layer."""
         return int(self.architecture.lm_head.weight.shape[0])
@@ -257,6 +262,11 @@ class HuggingFaceTarget:
             self.architecture.logit_scale,
             self.architecture.logit_soft_cap,
         )
+
+    @property
+    def layer_shape(self) -> DecoderLayerShape | None:
+        """Sizes of the target's own layers, by its configuration."""
+        return read_layer_shape(self.model.config)
 
     @torch.no_grad()
     def embedding(self, token_ids: Tensor) -> Tensor:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from paceline.errors import ConfigError
 from paceline.training.options import TrainingOptions
@@ -15,8 +16,10 @@ from paceline.training.prompts import TrainingPrompt, file_digest, is_held_out
 from paceline.training.run_folder import RunFolder, stage_key
 from paceline.training.workers import load_generator
 
+OptionsT = TypeVar("OptionsT", bound=TrainingOptions, covariant=True)
 
-class RunContext:
+
+class RunContext(Generic[OptionsT]):
     """Shared state of the stages.
 
     Args:
@@ -27,7 +30,7 @@ class RunContext:
 
     def __init__(
         self,
-        options: TrainingOptions,
+        options: OptionsT,
         reporter: Reporter | None = None,
         load: Callable[[TrainingOptions], Any] = load_generator,
     ) -> None:
@@ -51,7 +54,8 @@ class RunContext:
     def answers_folder(self) -> Path:
         """Shards of this target under these decoding options."""
         dependencies = {
-            **self.options.chosen("max_new_tokens", "temperature", "feature_layers"),
+            **self.options.chosen("max_new_tokens", "temperature"),
+            "feature_layers": list(self.options.recorded_layers),
             "seed": self.options.seed if self.options.temperature > 0 else None,
             "target": self.generator.target.fingerprint,
             "dtype": str(self.generator.target.dtype),
@@ -103,9 +107,13 @@ def location_digests(locations: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def folder_digest(folder: Path) -> str:
-    """SHA-256 over the weights and phrases of a head folder."""
-    files = [folder / name for name in ("model.safetensors", "phrases.json")]
+def folder_digest(folder: Path, names: Seq[str]) -> str:
+    """SHA-256 over files of a head folder.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    files = [folder / name for name in names]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ConfigError(f"{folder} is not a head folder: {', '.join(missing)} missing")

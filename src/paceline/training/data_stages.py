@@ -7,6 +7,7 @@ from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.training.context import RunContext, location_digests
+from paceline.training.options import TrainingOptions
 from paceline.training.prompts import TrainingPrompt, read_exclusions, read_prompts, select_prompts
 from paceline.training.run_folder import write_text
 from paceline.training.shards import check_disk, predicted_bytes, read_answers, shard_paths
@@ -14,7 +15,7 @@ from paceline.training.synthesis import read_synthesised
 from paceline.training.workers import Task, run_workers
 
 
-def prompt_dependencies(context: RunContext) -> dict[str, Any]:
+def prompt_dependencies(context: RunContext[TrainingOptions]) -> dict[str, Any]:
     """What the chosen prompts depend on."""
     options = context.options
     return {
@@ -25,7 +26,7 @@ def prompt_dependencies(context: RunContext) -> dict[str, Any]:
     }
 
 
-def run_prompts(context: RunContext) -> dict[str, Any]:
+def run_prompts(context: RunContext[TrainingOptions]) -> dict[str, Any]:
     """Read, synthesise, choose; the prompts are written to `context.prompts_file`."""
     options = context.options
     found = list(read_prompts(options.data))
@@ -56,7 +57,7 @@ def run_prompts(context: RunContext) -> dict[str, Any]:
     }
 
 
-def _synthesise(context: RunContext) -> list[TrainingPrompt]:
+def _synthesise(context: RunContext[TrainingOptions]) -> list[TrainingPrompt]:
     """Prompts written by the target, in the order of their numbers."""
     count = context.options.num_synthesised
     task = Task("synthesis", context.options, context.synthesised_folder, (), count)
@@ -67,16 +68,16 @@ def _synthesise(context: RunContext) -> list[TrainingPrompt]:
     return [prompt for number, prompt in sorted(rows.items()) if number < count and prompt is not None]
 
 
-def answer_dependencies(context: RunContext) -> dict[str, Any]:
+def answer_dependencies(context: RunContext[TrainingOptions]) -> dict[str, Any]:
     """What the recorded answers depend on, beside the prompts."""
     return {**context.options.chosen("num_tokens"), "answers": context.answers_folder.name}
 
 
-def run_answers(context: RunContext) -> dict[str, Any]:
+def run_answers(context: RunContext[TrainingOptions]) -> dict[str, Any]:
     """Let the target answer; the answers are written to `context.answers_folder`."""
     options, folder = context.options, context.answers_folder
     target = context.generator.target
-    num_bytes = predicted_bytes(options.num_tokens, target.hidden_size, len(options.feature_layers))
+    num_bytes = predicted_bytes(options.num_tokens, target.hidden_size, len(options.recorded_layers))
     context.reporter.say(
         f"answers: {options.num_tokens:,} tokens will take about {num_bytes / 1e9:.2f} GB of disk"
     )

@@ -1,4 +1,4 @@
-"""What one step of an EAGLE fit learns from: the frozen target reads the texts, online."""
+"""What one step of an EAGLE fit learns from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.targets.base import TargetModel
-from paceline.training.capture import Conversation, capture_states
+from paceline.training.capture import Conversation
 from paceline.training.eagle_texts import padded
 
 
@@ -35,16 +35,18 @@ class EagleBatch:
 
 
 @torch.no_grad()
-def build_batch(target: TargetModel, texts: Seq[Conversation], feature_layers: Seq[int]) -> EagleBatch:
-    """Run the target over some texts.
+def build_batch(
+    target: TargetModel, texts: Seq[Conversation], states: Seq[Tensor], *, reads_final_state: bool = False
+) -> EagleBatch:
+    """Pair features, tokens and what is to be said.
 
     Args:
-        target: frozen.
+        target: embeds the tokens.
         texts: of at least three tokens each.
-        feature_layers: layers whose inputs the head reads; none for the final state itself.
+        states: of each text [S, 1 + L, D] (`eagle_states`).
+        reads_final_state: whether the final hidden state itself is the head's feature (EAGLE-1 and 2).
     """
-    states = capture_states(target, [text.token_ids for text in texts], feature_layers=feature_layers)
-    features = [own[:-2, 1:] if feature_layers else own[:-2, :1] for own in states]
+    features = [own[:-2, :1] if reads_final_state else own[:-2, 1:] for own in states]
     return EagleBatch(
         embedding=padded([target.embedding(text.token_ids[1:-1].to(target.device)) for text in texts]),
         features=padded(features).to(target.device),

@@ -11,34 +11,37 @@ whose token it does not hold are left out.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
+import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from paceline.errors import CheckpointError
 from paceline.heads.eagle import EagleHead
 from paceline.targets.base import TargetModel
-from paceline.targets.loading import cpu_has_bfloat16
 from paceline.training.capture import Conversation
 from paceline.training.eagle_batch import EagleBatch, build_batch
+from paceline.training.eagle_states import OnlineStates, StateSource
+from paceline.training.eagle_teacher import EagleOutputs, EagleTeacher, StepLoss
 from paceline.training.eagle_texts import batches
-from paceline.training.soft_cross_entropy import Finish, soft_cross_entropy
 from paceline.training.unrolled import DEFAULT_STEPS, STEP_DECAY, unroll
 from paceline.vocabularies.output_layer import OutputLayer
-from paceline.vocabularies.speculative import DEFAULT_NUM_CANDIDATES, VocabularyRanking
+from paceline.vocabularies.speculative import VocabularyRanking
 
 RANKING_SHARE = 0.1
 """What the loss of the ranking counts beside the head's, as published."""
 WARM_UP_FRACTION = 0.015
+CHECKPOINT = "checkpoint.pt"
+SAVE_SECONDS = 120.0
+"""How much work an interruption may cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +54,9 @@ class EagleFitOptions:
         batch_tokens: tokens of a step, padding included.
         num_steps: steps of the training-time test.
         step_decay: what a step counts, to the power of its number.
+        loss_fraction: share of the positions that the loss of a step is taken at, drawn anew for each step.
         gradient_norm: at which gradients are clipped.
-        seed: of the order of the texts.
+        seed: of the order of the texts, and of those positions.
     """
 
     epochs: int = 3
@@ -60,6 +64,7 @@ class EagleFitOptions:
     batch_tokens: int = 2048
     num_steps: int = DEFAULT_STEPS
     step_decay: float = STEP_DECAY
+    loss_fraction: float = 1.0
     gradient_norm: float = 0.5
     seed: int = 0
 
@@ -85,6 +90,15 @@ class EagleFigures:
     coverage: float | None
 
 
+@dataclass(slots=True)
+class _Tally:
+    """Of the epoch at hand: steps done, loss so far, and tokens that it is of."""
+
+    num_steps: int = 0
+    loss: float = 0.0
+    num_tokens: float = 0.0
+
+
 class EagleFit:
     """Trains one head on one set of texts.
 
@@ -99,6 +113,7 @@ class EagleFit:
         ranking: trained beside the head.
         own_rows: a reduced output layer that learns.
         own_ids: int64 [S], what its rows mean.
+        states: where the target's states come from; by default the target reads the texts in every epoch.
     """
 
     def __init__(
@@ -114,11 +129,12 @@ class EagleFit:
         ranking: VocabularyRanking | None = None,
         own_rows: nn.Linear | None = None,
         own_ids: Tensor | None = None,
+        states: StateSource | None = None,
     ) -> None:
-        self.head, self.target, self.layer = head.float(), target, layer
+        self.head, self.target, self.ranking = head.float(), target, ranking
         self.train, self.held_out, self.options, self.folder = train, held_out, options, folder
-        self.ranking, self.own_rows, self.own_ids = ranking, own_rows, own_ids
-        self.frozen_rows = _working(layer.weight)
+        self.outputs = EagleOutputs(layer, ranking, own_rows, own_ids)
+        self.states = states or OnlineStates(target, head.config.feature_layers)
         self.modules = nn.ModuleDict({"head": head})
         if ranking is not None:
             self.modules["ranking"] = ranking
@@ -129,7 +145,9 @@ class EagleFit:
         )
         self.history: list[EagleFigures] = []
         self.num_steps = 0
-        self.steps_per_epoch = len(self._groups(0))
+        self._tally = _Tally()
+        # Epochs differ by a step or two: how many texts share one depends on how they are shuffled.
+        self.total_steps = sum(len(self._groups(epoch)) for epoch in range(options.epochs))
 
     def run(
         self, on_step: Callable[[int], None] | None = None, say: Callable[[str], None] = print
@@ -137,7 +155,7 @@ class EagleFit:
         """Train for the epochs that are left.
 
         Args:
-            on_step: told the steps so far, of `options.epochs * steps_per_epoch`.
+            on_step: told the steps so far, of `total_steps`.
             say: told a line per epoch.
         """
         self._resume()
@@ -154,44 +172,69 @@ class EagleFit:
             )
         return self.history
 
+    def write_weights(self, path: Path) -> None:
+        """The weights as they are now: `head.*`, `ranking.*`, `rows.*` and `row_ids`, as safetensors."""
+        tensors = {n: t.detach().cpu().contiguous() for n, t in self.modules.state_dict().items()}
+        if self.outputs.own_ids is not None:
+            tensors["row_ids"] = self.outputs.own_ids.cpu()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        save_file(tensors, partial)
+        partial.replace(path)
+
     def losses(self, batch: EagleBatch) -> Iterator[StepLoss]:
         """Loss and agreement of every step of a batch."""
         width = batch.embedding.shape[1]
         features = batch.features.to(self.head.dtype)
         embedding = batch.embedding.to(self.head.dtype)
         place = torch.arange(width, device=embedding.device)
-        teacher = _Teacher(self, batch)
+        teacher = EagleTeacher(self.outputs, batch)
         for step, states in enumerate(
             unroll(self.head, embedding, features, self.options.num_steps, batch.lengths)
         ):
             chosen = (batch.is_learned & teacher.is_held & (place >= step)).flatten()
-            yield teacher.step_loss(states.final.flatten(0, 1)[chosen], chosen)
+            num_positions = int(chosen.sum())
+            if torch.is_grad_enabled() and self.options.loss_fraction < 1:
+                chosen &= self._drawn(len(chosen), step).to(chosen.device)
+            yield teacher.step_loss(states.final.flatten(0, 1)[chosen], chosen, num_positions)
+
+    def _drawn(self, num_positions: int, step: int) -> Tensor:
+        """Bool [num_positions]: where the loss is taken; the draw depends on seed and steps alone."""
+        seed = (self.options.seed * 1_000_003 + self.num_steps) * self.options.num_steps + step
+        generator = torch.Generator().manual_seed(seed)
+        return torch.rand(num_positions, generator=generator) < self.options.loss_fraction
 
     def _run_epoch(self, epoch: int, on_step: Callable[[int], None] | None) -> float:
         """One pass; returns the mean loss. The order depends on the seed and the epoch alone."""
         self.modules.train()
-        total, num_tokens = 0.0, 0
-        for group in self._groups(epoch):
-            batch = build_batch(self.target, [self.train[i] for i in group], self.head.config.feature_layers)
+        tally, saved = self._tally, time.monotonic()
+        for group in self._groups(epoch)[tally.num_steps :]:
+            batch = self._batch([self.train[i] for i in group])
             for parameters in self.optimizer.param_groups:
                 parameters["lr"] = self.options.learning_rate * self._schedule()
             self.optimizer.zero_grad(set_to_none=True)
             loss = torch.zeros((), device=self.target.device)
-            learned = 0
+            learned = 0.0
             for step, found in enumerate(self.losses(batch)):
-                learned = max(learned, found.num_tokens)
+                # Of all positions, not of those that happened to be drawn.
+                learned = max(learned, self.options.loss_fraction * found.num_positions)
                 weight = self.options.step_decay**step
                 loss = loss + weight * (found.loss + RANKING_SHARE * found.ranking_loss)
-                total += float(found.loss.detach())
+                tally.loss += float(found.loss.detach())
             if learned:
                 torch.autograd.backward(loss / learned)
                 nn.utils.clip_grad_norm_(self.modules.parameters(), self.options.gradient_norm)
                 self.optimizer.step()
-            num_tokens += learned
+            tally.num_tokens += learned
+            tally.num_steps += 1
             self.num_steps += 1
+            if time.monotonic() - saved > SAVE_SECONDS:
+                self._save()
+                saved = time.monotonic()
             if on_step is not None:
                 on_step(self.num_steps)
-        return total / max(num_tokens, 1)
+        self._tally = _Tally()
+        return tally.loss / max(tally.num_tokens, 1)
 
     @torch.no_grad()
     def _evaluate(self, epoch: int, train_loss: float) -> EagleFigures:
@@ -200,9 +243,7 @@ class EagleFit:
         steps = range(self.options.num_steps)
         losses, agreed, counted, covered = ([0.0 for _ in steps] for _ in range(4))
         for group in batches(self.held_out, self.options.batch_tokens, None):
-            batch = build_batch(
-                self.target, [self.held_out[i] for i in group], self.head.config.feature_layers
-            )
+            batch = self._batch([self.held_out[i] for i in group])
             for step, found in enumerate(self.losses(batch)):
                 losses[step] += float(found.loss)
                 agreed[step] += found.num_agreed
@@ -222,6 +263,11 @@ class EagleFit:
             None if self.ranking is None else sum(covered) / max(sum(counted), 1),
         )
 
+    def _batch(self, texts: Seq[Conversation]) -> EagleBatch:
+        """What one step learns from."""
+        reads_final_state = not self.head.config.feature_layers
+        return build_batch(self.target, texts, self.states.states(texts), reads_final_state=reads_final_state)
+
     def _groups(self, epoch: int) -> list[list[int]]:
         """The steps of one epoch."""
         generator = torch.Generator().manual_seed(self.options.seed * 1_000_003 + epoch)
@@ -229,7 +275,7 @@ class EagleFit:
 
     def _schedule(self) -> float:
         """Fraction of the peak learning rate: linear warm-up, then a cosine to zero."""
-        num_total = self.options.epochs * self.steps_per_epoch
+        num_total = self.total_steps
         num_warm = max(1, int(WARM_UP_FRACTION * num_total))
         if self.num_steps < num_warm:
             return (self.num_steps + 1) / num_warm
@@ -237,45 +283,40 @@ class EagleFit:
         return 0.5 * (1.0 + math.cos(math.pi * progress))
 
     def _save(self) -> None:
-        """Weights, optimiser and history of finished epochs, each file whole or not there."""
+        """Everything that the fit needs to go on, in one file that is whole or the one before."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        number = len(self.history)
-        weights = self.folder / f"epoch-{number}.safetensors"
-        partial = weights.with_suffix(".partial")
-        save_file({n: t.detach().cpu().contiguous() for n, t in self.modules.state_dict().items()}, partial)
-        partial.replace(weights)
-        state = self.folder / f"epoch-{number}.pt"
-        partial = state.with_suffix(".partial")
-        progress = {"optimizer": self.optimizer.state_dict(), "num_steps": self.num_steps, "key": self._key()}
-        torch.save(progress, partial)
-        partial.replace(state)
-        history = self.folder / "history.json"
-        partial = history.with_suffix(".partial")
-        partial.write_text(json.dumps([asdict(f) for f in self.history], indent=1) + "\n", encoding="utf-8")
-        partial.replace(history)
-        # Only now is the epoch before dispensable.
-        for old in (self.folder / f"epoch-{number - 1}.safetensors", self.folder / f"epoch-{number - 1}.pt"):
-            old.unlink(missing_ok=True)
+        partial = self.folder / "checkpoint.partial"
+        torch.save(
+            {
+                "key": self._key(),
+                "modules": self.modules.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "num_steps": self.num_steps,
+                "tally": asdict(self._tally),
+                "history": [asdict(figures) for figures in self.history],
+            },
+            partial,
+        )
+        partial.replace(self.folder / CHECKPOINT)
 
     def _resume(self) -> None:
-        """Go on behind the last epoch whose files are whole."""
-        path = self.folder / "history.json"
-        if self.history or not path.is_file():
+        """Go on behind the last step that was saved."""
+        path = self.folder / CHECKPOINT
+        if self.num_steps or not path.is_file():
             return
         try:
-            stored: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))
-            self.history = [EagleFigures(**{**row, "agreement": tuple(row["agreement"])}) for row in stored]
-            number = len(self.history)
-            weights = load_file(self.folder / f"epoch-{number}.safetensors")
-            self.modules.load_state_dict(weights)
-            progress = torch.load(self.folder / f"epoch-{number}.pt", weights_only=True)
-            self.optimizer.load_state_dict(progress["optimizer"])
-            self.num_steps = progress["num_steps"]
-        except (OSError, ValueError, TypeError, RuntimeError, KeyError, SafetensorError) as error:
+            stored: dict[str, Any] = torch.load(path, weights_only=True, map_location=self.target.device)
+            is_same = stored["key"] == self._key()
+            if is_same:
+                self.modules.load_state_dict(stored["modules"])
+                self.optimizer.load_state_dict(stored["optimizer"])
+                self.num_steps, self._tally = stored["num_steps"], _Tally(**stored["tally"])
+                self.history = [EagleFigures(**row) for row in stored["history"]]
+        except (OSError, EOFError, ValueError, TypeError, RuntimeError, KeyError, UnpicklingError) as error:
             raise CheckpointError(
                 f"{self.folder} holds a fit that cannot be gone on from ({error}): delete it to start anew"
             ) from error
-        if progress["key"] != self._key():
+        if not is_same:
             raise CheckpointError(
                 f"{self.folder} holds a fit of other texts or options: choose another folder, or delete it"
             )
@@ -286,96 +327,3 @@ class EagleFit:
         for text in (*self.train, *self.held_out):
             digest.update(text.token_ids.numpy().tobytes())
         return digest.hexdigest()[:16]
-
-
-@dataclass(frozen=True, slots=True)
-class StepLoss:
-    """One step of one batch.
-
-    Attributes:
-        loss: fp32 scalar, summed over positions.
-        ranking_loss: likewise of the ranking; 0 without one.
-        num_tokens: positions.
-        num_agreed: those whose likeliest token is the target's; 0 while training.
-        num_covered: those whose token the ranking puts among the first 2,048; 0 while training.
-    """
-
-    loss: Tensor
-    ranking_loss: Tensor
-    num_tokens: int
-    num_agreed: int = 0
-    num_covered: int = 0
-
-
-class _Teacher:
-    """The target's distributions of one batch, over the vocabulary in use.
-
-    Args:
-        fit: whose vocabulary it is.
-        batch: texts.
-    """
-
-    def __init__(self, fit: EagleFit, batch: EagleBatch) -> None:
-        self._fit = fit
-        learned = batch.is_learned.flatten()
-        with torch.no_grad():
-            states = batch.teacher.to(fit.layer.weight.dtype).flatten(0, 1)[learned]
-            logits = fit.layer.all_logits(states)
-        # Before rounding: in bf16 near-ties would become ties.
-        choices = logits.argmax(-1)
-        logits = logits.to(torch.bfloat16)
-        held = torch.ones_like(learned)
-        if fit.own_ids is not None:
-            logits = logits[:, fit.own_ids]
-            held[learned] = torch.isin(choices, fit.own_ids)
-        self.is_held = held.view_as(batch.is_learned)
-        # Number among the learned positions of every position of the batch.
-        self._numbers = learned.cumsum(0) - 1
-        self._logits, self._choices = logits, choices
-
-    def step_loss(self, states: Tensor, chosen: Tensor) -> StepLoss:
-        """Loss of some positions.
-
-        Args:
-            states: [N, D], final ones of the head.
-            chosen: bool [B * T], which positions they are.
-        """
-        fit, rows = self._fit, self._numbers[chosen]
-        teacher, shares = self._logits[rows], torch.ones(len(rows), device=states.device)
-        if fit.own_rows is not None:
-            loss = soft_cross_entropy(states, fit.own_rows.weight, teacher, shares, bias=fit.own_rows.bias)
-        else:
-            finish = Finish(fit.layer.scale, fit.layer.soft_cap)
-            loss = soft_cross_entropy(
-                states, fit.frozen_rows, teacher, shares, bias=fit.layer.bias, finish=finish
-            )
-        ranking_loss = torch.zeros((), device=states.device)
-        if fit.ranking is not None:
-            narrow = fit.ranking.down(states.detach())
-            ranking_loss = soft_cross_entropy(narrow, fit.ranking.vocabulary.weight, teacher, shares)
-        if torch.is_grad_enabled():
-            return StepLoss(loss, ranking_loss, len(rows))
-        return StepLoss(loss, ranking_loss, len(rows), *self._counts(states, rows))
-
-    def _counts(self, states: Tensor, rows: Tensor) -> tuple[int, int]:
-        """Positions at which the head agrees with the target, and those that the ranking covers."""
-        fit, wanted = self._fit, self._choices[rows]
-        agreed = covered = 0
-        for part, ids in zip(torch.split(states, 256), torch.split(wanted, 256), strict=True):
-            if fit.own_rows is not None and fit.own_ids is not None:
-                guesses = fit.own_ids[fit.own_rows(part).argmax(-1)]
-            else:
-                guesses = fit.layer.all_logits(part.to(fit.layer.weight.dtype)).argmax(-1)
-            agreed += int((guesses == ids).sum())
-            if fit.ranking is not None:
-                ranked = fit.ranking(part)
-                better = (ranked > ranked.gather(1, ids[:, None])).sum(-1)
-                covered += int((better < DEFAULT_NUM_CANDIDATES).sum())
-        return agreed, covered
-
-
-def _working(weight: Tensor) -> Tensor:
-    """The frozen output layer in the dtype that this machine multiplies fastest."""
-    if weight.device.type == "cpu" and weight.dtype is torch.float32 and cpu_has_bfloat16():
-        return weight.to(torch.bfloat16)
-    return weight

@@ -11,15 +11,28 @@ from torch import Tensor
 
 from paceline.errors import ConfigError
 from paceline.training.capture import Conversation
+from paceline.training.loops import loop_start
 from paceline.training.shards import Answer, read_answers
 
 DEFAULT_MAX_LEN = 1024
+LENGTH_STEP = 32
+"""Lengths that count as equal when texts are put into groups."""
 
 
 def read_texts(
-    folder: Path, belongs: Callable[[Answer], bool], max_len: int = DEFAULT_MAX_LEN
+    folder: Path,
+    belongs: Callable[[Answer], bool],
+    max_len: int = DEFAULT_MAX_LEN,
+    *,
+    drop_loops: bool = False,
 ) -> list[Conversation]:
-    """Recorded answers behind their prompts, cut to `max_len` tokens; without those that teach nothing.
+    """Recorded answers behind their prompts; without those that teach nothing.
+
+    Args:
+        folder: of the shards.
+        belongs: which answers are wanted.
+        max_len: tokens of a text; what lies behind is cut off.
+        drop_loops: answers end where they start to go round in circles (`loops.loop_start`).
 
     Raises:
         ConfigError: none is left.
@@ -27,7 +40,10 @@ def read_texts(
     texts = []
     for answer in read_answers(folder):
         if belongs(answer):
-            token_ids = torch.cat([answer.prompt_ids, answer.output_ids])[:max_len]
+            output_ids = answer.output_ids
+            if drop_loops:
+                output_ids = output_ids[: loop_start(output_ids.tolist())]
+            token_ids = torch.cat([answer.prompt_ids, output_ids])[:max_len]
             text = Conversation(token_ids, torch.arange(len(token_ids)) >= len(answer.prompt_ids))
             # A head says something from the second token behind a position on.
             if bool(text.is_answer[2:].any()):
@@ -47,8 +63,8 @@ def batches(texts: Seq[Conversation], max_tokens: int, generator: torch.Generato
     """
     lengths = torch.tensor([len(text.token_ids) for text in texts])
     order = torch.arange(len(texts)) if generator is None else torch.randperm(len(texts), generator=generator)
-    # Nearly sorted: lengths in steps of 32, at random within a step.
-    order = order[torch.sort(lengths[order] // 32, stable=True).indices]
+    # Nearly sorted: lengths in steps, at random within a step.
+    order = order[torch.sort(lengths[order] // LENGTH_STEP, stable=True).indices]
     groups: list[list[int]] = []
     widest = 0
     for index in order.tolist():

@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from paceline.drafters.phrase import PhraseDrafter
+from paceline.drafters.base import Drafter
 from paceline.engine.speculate import SpeculativeEngine
-from paceline.heads.checkpoint import LoadedHead
 from paceline.sampling import SamplingParameters
 from paceline.sequence import Sequence
 from paceline.training.shards import Answer
 
 
+def evenly_spaced(answers: Seq[Answer], count: int) -> list[Answer]:
+    """`count` of the answers at even distances, so that every source has its share."""
+    step = max(1, len(answers) // max(1, count))
+    return list(answers[::step][:count])
+
+
 def check_in_engine(
     generator: Any,
-    loaded: LoadedHead,
+    drafter: Drafter,
     answers: Seq[Answer],
     *,
     max_new_tokens: int,
@@ -25,7 +30,7 @@ def check_in_engine(
 
     Args:
         generator: the loaded target.
-        loaded: the new head.
+        drafter: with the new head.
         answers: recorded ones.
         max_new_tokens: most tokens of each.
         num_speculative_tokens: drafted nodes per round.
@@ -38,7 +43,7 @@ def check_in_engine(
     target = generator.target
     engine = SpeculativeEngine(
         target,
-        PhraseDrafter(target, loaded),
+        drafter,
         num_speculative_tokens=num_speculative_tokens,
         max_batch_size=1,
     )

@@ -28,6 +28,7 @@ from paceline.heads.phrase import PhraseHead
 from paceline.targets.loading import cpu_has_bfloat16
 from paceline.training.evaluate import HeadEvaluation, evaluate_head, evaluate_trees
 from paceline.training.losses import PhraseLoss
+from paceline.training.phrase_learner import PhraseLearner, PhraseScores
 from paceline.training.run_folder import write_json
 from paceline.training.samples import Samples
 from paceline.vocabularies.chains import padded_token_ids
@@ -42,7 +43,7 @@ CHOICE_ROWS = 12_000
 
 @dataclass(frozen=True, slots=True)
 class FitOptions:
-    """How to fit; see `options.TrainingOptions` for the meaning of the fields."""
+    """How to fit; see `phrase_options.PhraseTrainingOptions` for the meaning of the fields."""
 
     loss: str = "longest"
     epochs: int = 12
@@ -126,7 +127,7 @@ class PhraseFit:
         self.optimizer: Any = torch.optim.AdamW(
             _parameter_groups(self.head, options.weight_decay), lr=options.learning_rate, betas=(0.9, 0.98)
         )
-        self.model, self.optimizer = self.accelerator.prepare(self.head, self.optimizer)
+        self.model, self.optimizer = self.accelerator.prepare(PhraseLearner(self.head), self.optimizer)
         self.average = {name: tensor.detach().clone() for name, tensor in self.head.state_dict().items()}
         self.steps_per_epoch = max(1, math.ceil(len(train.trained) / options.batch_size))
         self.history: list[EpochFigures] = []
@@ -166,19 +167,24 @@ class PhraseFit:
         return self.head.join_inputs(states[:, 0], newest.to(states.dtype), features)
 
     def losses(self, samples: Samples, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean loss of the first phrases of some rows, and of those that follow them (0 without a step)."""
+        """Mean loss of the first phrases of some rows, and that of everything else that the head learns.
+
+        The second one is of the phrases that follow, and of the ranking; 0 for a head without either.
+        """
         entries = samples.entries[rows].to(self.device)
         nodes = samples.nodes[rows].to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=_has_fast_bf16(self.device)):
-            if self.phrases is None:
-                scores = self.model(self.inputs(samples, rows))
-                return self.loss(scores, entries, nodes), scores.new_zeros(())
-            last, mean = (table[entries] for table in self.phrases)
-            scores, behind = self.model(self.inputs(samples, rows), last, mean)
-        followers = samples.followers[rows].to(self.device)
-        # A sum over none is 0, and no NaN as its mean would be.
-        second = functional.cross_entropy(behind.float(), followers, ignore_index=-1, reduction="sum")
-        return self.loss(scores, entries, nodes), second / (followers >= 0).sum().clamp(min=1)
+            phrases = () if self.phrases is None else [table[entries] for table in self.phrases]
+            scores: PhraseScores = self.model(self.inputs(samples, rows), *phrases)
+        second = scores.ranking_loss
+        if scores.chained is not None:
+            followers = samples.followers[rows].to(self.device)
+            # A sum over none is 0, and no NaN as its mean would be.
+            summed = functional.cross_entropy(
+                scores.chained.float(), followers, ignore_index=-1, reduction="sum"
+            )
+            second = second + summed / (followers >= 0).sum().clamp(min=1)
+        return self.loss(scores.phrases, entries, nodes), second
 
     @torch.no_grad()
     def _phrase_embeddings(self) -> tuple[Tensor, Tensor]:
@@ -259,7 +265,7 @@ class PhraseFit:
         """Draft on the held-out answers (about `max_rows` tokens of them) with the head as it is."""
         self.head.eval()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=_has_fast_bf16(self.device)):
-            if self.phrases is None:
+            if self.phrases is None and self.head.ranking is None:
                 return evaluate_head(
                     lambda rows: self.head(self.inputs(self.held_out, rows)).cpu(),
                     self.held_out,

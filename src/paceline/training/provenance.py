@@ -48,13 +48,13 @@ def build_provenance(
 
 def command_line(options: TrainingOptions) -> str:
     """The command that makes this head; folders are cut to their names, so it names no private path."""
-    words = ["paceline", "train", "phrase"]
-    defaults = TrainingOptions(out=options.out)
+    words = ["paceline", "train", options.command]
+    defaults = type(options)(out=options.out)
     for name, value in options.as_dict().items():
         if name in ("work", "stop_after") or (name != "out" and value == defaults.as_dict()[name]):
             continue
         flag = f"--{name.replace('_', '-')}"
-        if name in ("data", "exclude"):
+        if name in ("data", "exclude", "static_corpus"):
             for location in value:
                 words += [flag, _public_name(location)]
         elif name in ("out", "init", "head", "target"):

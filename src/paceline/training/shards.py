@@ -107,13 +107,14 @@ def predicted_bytes(num_tokens: int, hidden_size: int, num_layers: int = 0) -> i
     return num_tokens * ((1 + num_layers) * hidden_size * 2 + 8)
 
 
-def check_disk(folder: Path, num_bytes: int, max_bytes: int | None) -> None:
+def check_disk(folder: Path, num_bytes: int, max_bytes: int | None, what: str = "answers") -> None:
     """Raise ConfigError when the predicted shards exceed the limit or the free space.
 
     Args:
         folder: on the disk in question; its nearest existing parent is asked.
         num_bytes: predicted.
         max_bytes: the user's limit; None for the free space alone.
+        what: they hold.
     """
     existing = folder.absolute()
     while not existing.exists():
@@ -123,10 +124,8 @@ def check_disk(folder: Path, num_bytes: int, max_bytes: int | None) -> None:
     wanted = max(num_bytes - held, 0)
     if max_bytes is not None and num_bytes > max_bytes:
         raise ConfigError(
-            f"the answers will take {num_bytes / 1e9:.2f} GB and the limit is {max_bytes / 1e9:.2f} GB: "
+            f"the {what} will take {num_bytes / 1e9:.2f} GB and the limit is {max_bytes / 1e9:.2f} GB: "
             "raise --max-disk-gb or lower --num-tokens"
         )
     if wanted > free:
-        raise ConfigError(
-            f"the answers will take {wanted / 1e9:.2f} GB more and {free / 1e9:.2f} GB are free"
-        )
+        raise ConfigError(f"the {what} will take {wanted / 1e9:.2f} GB more and {free / 1e9:.2f} GB are free")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ShapeError
+from paceline.kernels import soft_loss
 
 CHUNK = 256
 """Positions whose logits exist at once."""
@@ -54,31 +55,27 @@ class _SoftCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         teacher: Tensor,
-        shares: Tensor,
+        teacher_rows: Tensor,
         finish: Finish,
+        dtype: torch.dtype,
     ) -> Tensor:
         wants_states, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        working = weight.to(dtype)
         total = torch.zeros((), dtype=torch.float32, device=states.device)
         states_grad = torch.zeros_like(states) if wants_states else None
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         bias_grad = torch.zeros_like(bias, dtype=torch.float32) if wants_bias and bias is not None else None
         for rows in torch.split(torch.arange(len(states), device=states.device), CHUNK):
-            part = states[rows].to(weight.dtype)
-            products = (part @ weight.T).float()
-            if bias is not None:
-                products += bias.float()
-            logits = finish.logits(products)
-            log_probs = torch.log_softmax(logits, dim=-1)
-            wanted = torch.softmax(teacher[rows].float(), dim=-1)
-            share = shares[rows, None].float()
-            total -= (share * wanted * log_probs).sum()
-            slope = (log_probs.exp() - wanted) * share * finish.slope(logits)
+            part = states[rows].to(dtype)
+            found = _losses(part @ working.T, bias, teacher, teacher_rows[rows], finish)
+            total += found.losses.sum()
+            slope = found.slopes.to(dtype)
             if states_grad is not None:
-                states_grad[rows] = (slope.to(weight.dtype) @ weight).to(states.dtype)
+                states_grad[rows] = (slope @ working).to(states.dtype)
             if weight_grad is not None:
-                weight_grad += (slope.to(weight.dtype).T @ part).float()
+                weight_grad += (slope.T @ part).float()
             if bias_grad is not None:
-                bias_grad += slope.sum(0)
+                bias_grad += found.slopes.float().sum(0)
         ctx.save_for_backward(states_grad, weight_grad, bias_grad)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         return total
@@ -94,35 +91,73 @@ class _SoftCrossEntropy(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Losses:
+    """Of some positions.
+
+    Attributes:
+        losses: fp32 [N].
+        slopes: [N, S], derivatives by the products.
+    """
+
+    losses: Tensor
+    slopes: Tensor
+
+
+def _losses(
+    products: Tensor, bias: Tensor | None, teacher: Tensor, teacher_rows: Tensor, finish: Finish
+) -> _Losses:
+    """Losses of a chunk, by the kernel where it can; the products may be overwritten."""
+    if soft_loss.is_available(products, teacher):
+        added = None if bias is None else bias.float().contiguous()
+        losses = soft_loss.soft_loss(
+            products, teacher, teacher_rows, scale=finish.scale, soft_cap=finish.soft_cap, bias=added
+        )
+        return _Losses(losses, products)
+    products = products.float()
+    logits = finish.logits(products if bias is None else products + bias.float())
+    log_probs = torch.log_softmax(logits, dim=-1)
+    wanted = torch.softmax(teacher[teacher_rows].float(), dim=-1)
+    slopes = (log_probs.exp() - wanted) * finish.slope(logits)
+    return _Losses(-(wanted * log_probs).sum(-1), slopes)
 
 
 def soft_cross_entropy(
     states: Tensor,
     weight: Tensor,
     teacher: Tensor,
-    shares: Tensor,
+    teacher_rows: Tensor | None = None,
     *,
     bias: Tensor | None = None,
     finish: Finish = Finish(),
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Sum over positions of share times cross-entropy between the teacher's distribution and the states' own.
+    """Sum over positions of the cross-entropy between the teacher's distribution and the states' own.
 
     Args:
         states: [N, D].
         weight: [S, D], rows of the output layer; learns when it wants a gradient.
-        teacher: [N, S], the target's logits of the same entries.
-        shares: [N], what each position counts.
+        teacher: [T, S], the target's logits of the same entries.
+        teacher_rows: int64 [N], row of the teacher for each state; None where N is T, in order.
         bias: [S].
         finish: between products and logits.
+        dtype: of the products; by default that of the weights. Sums are fp32.
 
     Returns:
         fp32 scalar.
     """
-    if teacher.shape != (len(states), len(weight)) or shares.shape != states.shape[:1]:
+    if teacher_rows is None:
+        teacher_rows = torch.arange(len(teacher), device=teacher.device)
+    if teacher.shape[1:] != weight.shape[:1] or teacher_rows.shape != states.shape[:1]:
         raise ShapeError(
-            f"teacher is {tuple(teacher.shape)} and shares {tuple(shares.shape)} for {len(states)} states "
-            f"and {len(weight)} entries: give [N, S] and [N]"
+            f"teacher is {tuple(teacher.shape)} with {len(teacher_rows)} rows asked for, for {len(states)} "
+            f"states and {len(weight)} entries: give [T, S] and a row a state"
         )
-    found: Tensor = _SoftCrossEntropy.apply(states, weight, bias, teacher, shares, finish)  # type: ignore[no-untyped-call]
+    found: Tensor = _SoftCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        states, weight, bias, teacher, teacher_rows, finish, dtype or weight.dtype
+    )
     return found

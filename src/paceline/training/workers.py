@@ -209,7 +209,7 @@ def build_distiller(
         eos_token_ids=generator.eos_token_ids,
         folder=folder,
         parameters=SamplingParameters(max_new_tokens=options.max_new_tokens, temperature=options.temperature),
-        feature_layers=options.feature_layers,
+        feature_layers=options.recorded_layers,
         seed=options.seed,
         batch_size=options.batch_size,
         num_speculative_tokens=options.num_speculative_tokens if options.drafter != "none" else 0,

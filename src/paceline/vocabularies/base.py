@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from paceline.kernels.selection import best_places
+
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
@@ -44,8 +46,16 @@ class Candidates:
 
     def best(self, num_entries: int) -> BestEntries:
         """The likeliest entries of each state, the likeliest first."""
-        top = self.log_probs.topk(min(num_entries, self.logits.shape[1]), dim=-1)
-        return BestEntries(self.ids_at(top.indices), top.values)
+        wanted = min(num_entries, self.logits.shape[1])
+        logits = self.logits
+        if logits.device.type == "cpu" and bool(self.log_normalizer.isnan().any()):
+            # A state that is no number names whatever comes first; verification throws it away.
+            logits = logits.nan_to_num(nan=-torch.inf)
+        places = best_places(logits, wanted)
+        # Stable, and places ascend on a CPU: equal logits are settled by the lower id.
+        top = logits.gather(1, places).sort(dim=-1, descending=True, stable=True)
+        ids = self.ids_at(places.gather(1, top.indices))
+        return BestEntries(ids, top.values - self.log_normalizer[:, None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +95,3 @@ class OutputVocabulary(Protocol):
             num_groups: sequences that the states belong to, as many each, one after the other: no state has
                 a say in what is scored for another sequence's.
         """
-
-
-def log_sum_exp(logits: Tensor) -> Tensor:
-    """fp32 [M, k] -> [M]; minus infinity for no entries."""
-    return torch.logsumexp(logits.float(), dim=-1)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from paceline.vocabularies.base import Candidates, log_sum_exp
+from paceline.kernels.selection import log_sum_exp
+from paceline.vocabularies.base import Candidates
 from paceline.vocabularies.output_layer import OutputLayer
 
 

@@ -45,6 +45,11 @@ class OutputLayer:
         """Rows V."""
         return self.weight.shape[0]
 
+    @property
+    def scaled_bias(self) -> Tensor | None:
+        """fp32 [V]: what the bias adds to the logits, a soft-cap aside; a ranking of them adds it too."""
+        return None if self.bias is None else self.bias.detach().float() * self.scale
+
     def all_logits(self, hidden: Tensor) -> Tensor:
         """Logits of all entries: [M, D] -> fp32 [M, V]; with a gradient where `hidden` wants one."""
         if self.score_all is not None and not (torch.is_grad_enabled() and hidden.requires_grad):

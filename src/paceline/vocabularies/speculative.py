@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import ConfigError
-from paceline.kernels.selection import top_ids
-from paceline.vocabularies.base import Candidates, log_sum_exp
+from paceline.kernels.ranking import CompiledRanking, Ranked
+from paceline.kernels.selection import log_sum_exp, top_ids
+from paceline.vocabularies.base import Candidates
 from paceline.vocabularies.output_layer import OutputLayer
 
 DEFAULT_NUM_CANDIDATES = 2048
@@ -29,7 +30,7 @@ RANKING_FRACTION = 8
 
 
 class VocabularyRanking(nn.Module):
-    """Cheap scores of all entries: D -> width -> V, no bias.
+    """Cheap scores of all entries: D -> width -> V; the bias, where the output layer has one, is that one's.
 
     Args:
         hidden_size: D.
@@ -57,7 +58,7 @@ class SpeculativeVocabulary:
 
     Args:
         layer: the target's whole output layer.
-        ranking: of its entries.
+        ranking: of its entries; trained, since a CPU packs its weights once.
         num_candidates: k, changeable at run time.
         shares_candidates: whether all states of a group get the same candidates.
     """
@@ -78,6 +79,7 @@ class SpeculativeVocabulary:
         self.layer = layer
         self.ranking = ranking
         self.shares_candidates = shares_candidates
+        self._compiled: CompiledRanking | None = None
         self.num_candidates = num_candidates
 
     @property
@@ -99,22 +101,66 @@ class SpeculativeVocabulary:
     @torch.no_grad()
     def candidates(self, hidden: Tensor, num_groups: int = 1) -> Candidates:
         """[M, D] -> the k best of the ranking, with exact logits, ids ascending; a group shares them."""
-        ranked = self.ranking(hidden).float()
-        mass = log_sum_exp(ranked)
-        if mass.device.type == "cpu" and bool(mass.isnan().any()):
-            # A state that is no number must not choose for others, nor upset the selection.
-            ranked = ranked.nan_to_num(nan=0.0)
-        if not self.shares_candidates:
-            ids = top_ids(ranked, self.num_candidates)
+        groups = num_groups if self.shares_candidates else None
+        if self.num_candidates == self.num_entries:
+            ranked = self._all_entries(hidden, groups)
+        else:
+            narrow = self.ranking.down(hidden.to(self.ranking.down.weight.dtype))
+            narrow = _without_strangers(narrow, num_groups)
+            if self._compiled is None and CompiledRanking.is_available(self.ranking.vocabulary.weight):
+                self._compiled = CompiledRanking(self.ranking.vocabulary.weight, self.layer.scaled_bias)
+            ranked = (
+                self._ranked_by_torch(narrow, groups)
+                if self._compiled is None
+                else self._compiled.rank(narrow, self.num_candidates, groups)
+            )
+        ids = ranked.entry_ids
+        if groups is None:
             logits = self.layer.logits_of(hidden, ids)
         else:
-            best = (ranked - mass.nan_to_num()[:, None]).unflatten(0, (num_groups, -1)).amax(dim=1)
-            chosen = top_ids(best, self.num_candidates)
             # One group at a time: every row of the output layer is then read once for all of its states.
-            parts = zip(hidden.chunk(num_groups), chosen, strict=True)
+            parts = zip(hidden.chunk(groups), ids, strict=True)
             logits = torch.cat([self.layer.logits_of(states, own) for states, own in parts])
-            ids = chosen.repeat_interleave(len(hidden) // num_groups, dim=0)
-        kept = ranked.gather(1, ids)
-        # Log of the share of the ranking's mass that the candidates hold; 0 when they are all entries.
-        share = (log_sum_exp(kept) - mass).clamp(max=0.0)
-        return Candidates(logits, ids, log_sum_exp(logits) - share)
+            ids = ids.repeat_interleave(len(hidden) // groups, dim=0)
+        return Candidates(logits, ids, log_sum_exp(logits) - ranked.log_share)
+
+    def _all_entries(self, hidden: Tensor, groups: int | None) -> Ranked:
+        """No choice to be made."""
+        ids = torch.arange(self.num_entries, device=hidden.device)
+        share = torch.zeros(len(hidden), device=hidden.device)
+        return Ranked(ids.expand(len(hidden) if groups is None else groups, -1), share)
+
+    def _ranked_by_torch(self, narrow: Tensor, groups: int | None) -> Ranked:
+        """What `CompiledRanking.rank` does, for other devices, and to compare with."""
+        ranked = self.ranking.vocabulary(narrow).float()
+        if self.layer.scaled_bias is not None:
+            ranked = ranked + self.layer.scaled_bias
+        mass = log_sum_exp(ranked)
+        if groups is None:
+            ids = every = top_ids(ranked, self.num_candidates)
+        else:
+            best = (ranked - mass[:, None]).unflatten(0, (groups, -1)).amax(dim=1)
+            ids = top_ids(best, self.num_candidates)
+            every = ids.repeat_interleave(len(narrow) // groups, dim=0)
+        share = (log_sum_exp(ranked.gather(1, every)) - mass).clamp(max=0.0)
+        return Ranked(ids, share)
+
+
+def _without_strangers(narrow: Tensor, num_groups: int) -> Tensor:
+    """States that are no numbers take the place of the first good one of their group: they choose for nobody.
+
+    Args:
+        narrow: [M, width].
+        num_groups: of successive states, as many each; one that has no good state gets zeros.
+    """
+    is_good = narrow.isfinite().all(dim=-1)
+    if narrow.device.type == "cpu" and bool(is_good.all()):
+        return narrow
+    groups = is_good.view(num_groups, -1)
+    size = groups.shape[1]
+    # The first good state of each group; without one its first state, which is zeroed below.
+    first = groups.int().argmax(dim=1, keepdim=True) + size * torch.arange(
+        num_groups, device=narrow.device
+    ).unsqueeze(1)
+    own = torch.arange(len(narrow), device=narrow.device).view(num_groups, -1)
+    return narrow[torch.where(groups, own, first).flatten()].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CheckpointError, ConfigError
-from paceline.vocabularies.base import Candidates, log_sum_exp
+from paceline.kernels.selection import log_sum_exp
+from paceline.vocabularies.base import Candidates
 from paceline.vocabularies.output_layer import OutputLayer
 
 

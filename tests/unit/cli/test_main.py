@@ -71,5 +71,17 @@ def test_help_lists_every_command(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     listed = capsys.readouterr().out
-    for command in ("generate", "chat", "bench", "demo", "check", "heads", "doctor", "train", "version"):
+    for command in (
+        "generate",
+        "chat",
+        "bench",
+        "calibrate",
+        "demo",
+        "check",
+        "heads",
+        "export",
+        "doctor",
+        "train",
+        "version",
+    ):
         assert f" {command} " in listed

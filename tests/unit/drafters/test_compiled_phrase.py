@@ -35,6 +35,8 @@ def make_head(num_entries: int, seed: int = 0, dtype: torch.dtype = torch.float3
             for parameter in head.parameters():
                 parameter.mul_(3).add_(0.1 * torch.randn_like(parameter))
     head.output.to(dtype)
+    if head.ranking is not None:
+        head.ranking.vocabulary.to(dtype)
     return head.eval().requires_grad_(False)
 
 
@@ -143,6 +145,55 @@ def test_every_shape_of_head_is_computed(shape, dtype):
         )
 
 
+RANKED = [(a, b) for a in range(7) for b in range(7)] + [(a,) for a in range(7)]
+
+
+@pytest.mark.parametrize("num_candidates", [1, 20, 55, 56, 4000])
+@pytest.mark.parametrize("shape", [{}, {"chain_entries": 20, "hidden_size": 48, "width": 80}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_ranking_chooses_the_phrases_that_are_scored(num_candidates, shape, dtype):
+    trie, head = TokenTrie(RANKED), make_head(len(RANKED), dtype=dtype, ranking_width=16, **shape)
+    width = head.config.num_inputs * head.config.hidden_size
+    inputs = 20 * torch.randn(3, width, generator=torch.Generator().manual_seed(5))
+    compiled = CompiledPhrases.where_possible(head, trie, RANKED, embeddings_of(head), num_candidates)
+    trees = PhraseTrees(head, trie, RANKED, lambda ids: embeddings_of(head)[ids], num_candidates)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.05
+    for ours, reference in zip(
+        compiled.draft(inputs, [1, 2, 3], 12), trees.draft(inputs, [1, 2, 3], 12), strict=True
+    ):
+        check_tree(ours)
+        assert_same_paths(ours, reference, tolerance)
+
+
+def test_a_ranking_of_all_phrases_leaves_the_drafts_as_they_are():
+    trie, head = TokenTrie(RANKED), make_head(len(RANKED), ranking_width=16, chain_entries=20)
+    plain = make_head(len(RANKED), chain_entries=20)
+    plain.load_state_dict({n: t for n, t in head.state_dict().items() if not n.startswith("ranking.")})
+    inputs = torch.randn(3, 64, generator=torch.Generator().manual_seed(5))
+    drafted = compiled_of(head, trie, RANKED).draft(inputs, [1, 2, 3], 12)
+    expected = compiled_of(plain, trie, RANKED).draft(inputs, [1, 2, 3], 12)
+    for ours, reference in zip(drafted, expected, strict=True):
+        assert_same_paths(ours, reference, 1e-4)
+
+
+def test_what_is_not_scored_counts_as_the_ranking_says():
+    """A softmax over the candidates alone would overstate them."""
+    trie, head = TokenTrie(RANKED), make_head(len(RANKED), ranking_width=16)
+    with torch.no_grad():
+        # A ranking that says exactly what the head says.
+        head.ranking.down.weight.copy_(torch.eye(16))
+        head.ranking.vocabulary.weight.copy_(head.output.weight)
+    inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(5))
+    every = compiled_of(head, trie, RANKED).draft(inputs, [0] * 4, 200)
+    compiled = CompiledPhrases.where_possible(head, trie, RANKED, None, 9)
+    for full, part in zip(every, compiled.draft(inputs, [0] * 4, 200), strict=True):
+        wanted = dict(zip(paths_of(full), full.node_values.tolist(), strict=True))
+        for path, value in zip(paths_of(part)[1:], part.node_values.tolist()[1:], strict=True):
+            assert value <= wanted[path] + 1e-4
+            if path[1:] in RANKED and len(path) == 3:
+                assert value == pytest.approx(wanted[path], abs=1e-4)
+
+
 def test_several_threads_draft_what_one_drafts():
     """Rows and phrases are dealt out, and threads meet between the steps of a chain."""
     entries = [(a, b) for a in range(7) for b in range(7)] + [(a,) for a in range(7)]
@@ -173,5 +224,6 @@ def test_what_the_kernels_do_not_take_stays_in_torch(monkeypatch):
     chained = make_head(2, chain_entries=2)
     assert CompiledPhrases.where_possible(chained, trie, entries, None) is None
     assert CompiledPhrases.where_possible(chained, trie, entries, embeddings_of(chained).half()) is None
+    assert CompiledPhrases.where_possible(make_head(2, ranking_width=8), trie, entries) is None
     monkeypatch.setattr(build, "_LOADED", {})
     assert CompiledPhrases.where_possible(make_head(2), trie, entries) is None

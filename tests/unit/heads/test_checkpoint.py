@@ -84,9 +84,27 @@ def test_a_head_with_a_step_is_saved_and_loaded_whole(tmp_path: Path) -> None:
     )
 
 
+def test_a_head_with_a_ranking_is_saved_and_loaded_whole(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    head = PhraseHead(PhraseHeadConfig(hidden_size=8, num_entries=4, width=16, ranking_width=2)).eval()
+    save_head(tmp_path / "ranked", head, VOCABULARY, PROVENANCE, "")
+    loaded = load_head(tmp_path / "ranked")
+    state = torch.randn(2, 16)
+    assert torch.equal(loaded.head.ranking_scores(state), head.ranking_scores(state))
+
+
+def test_a_folder_of_the_second_format_is_a_head_without_a_ranking(folder: Path) -> None:
+    edit_json(folder / "config.json", lambda d: d.update(format_version=2))
+    with pytest.raises(CheckpointError, match="ranking_width"):
+        load_head(folder)
+    edit_json(folder / "config.json", lambda d: d["head"].pop("ranking_width"))
+    assert load_head(folder).head.ranking is None
+
+
 def test_a_folder_of_the_first_format_is_a_head_without_a_step(folder: Path) -> None:
     """It knows no `chain_entries`; and one that names them is not of that format."""
     edit_json(folder / "config.json", lambda d: d.update(format_version=1))
+    edit_json(folder / "config.json", lambda d: d["head"].pop("ranking_width"))
     with pytest.raises(CheckpointError, match="chain_entries"):
         load_head(folder)
     edit_json(folder / "config.json", lambda d: d["head"].pop("chain_entries"))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import ShapeError
 from paceline.kernels import build
-from paceline.kernels.selection import argmax_rows, top_ids
+from paceline.kernels.selection import argmax_rows, log_sum_exp, top_ids
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,3 +72,26 @@ def test_top_ids_of_a_vocabulary(order):
 def test_more_ids_than_scores_are_refused():
     with pytest.raises(ShapeError, match="4 of 3 scores"):
         top_ids(torch.ones(1, 3), 4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 5),
+    st.integers(0, 300),
+    st.integers(0, 2**31),
+    st.sampled_from([0.1, 3.0, 60.0]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_masses_are_those_of_torch(num_rows, size, seed, spread, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(num_rows, size, generator=generator) * spread + spread).to(dtype)
+    wanted = torch.logsumexp(logits.double(), -1)
+    torch.testing.assert_close(log_sum_exp(logits).double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_with_what_is_no_number_has_no_mass():
+    logits = torch.randn(3, 200)
+    logits[1, 77] = torch.nan
+    logits[2, 198] = torch.nan
+    assert log_sum_exp(logits).isnan().tolist() == [False, True, True]
+    assert log_sum_exp(torch.full((1, 100), -torch.inf)).tolist() == [-torch.inf]

@@ -9,9 +9,11 @@ import torch
 
 from paceline.errors import CheckpointError
 from paceline.heads.eagle import EagleConfig, EagleHead
+from paceline.training import eagle_fit, eagle_texts
 from paceline.training.capture import Conversation
 from paceline.training.eagle_batch import build_batch
 from paceline.training.eagle_fit import EagleFit, EagleFitOptions
+from paceline.training.eagle_states import CachedStates, OnlineStates
 from paceline.training.eagle_texts import batches, padded
 from paceline.vocabularies.output_layer import OutputLayer
 from paceline.vocabularies.speculative import VocabularyRanking
@@ -44,7 +46,7 @@ def fit_of(target, texts, folder, options=OPTIONS, **extra) -> EagleFit:
 def test_a_batch_pairs_features_with_the_token_behind_and_the_one_to_predict(target_of, texts):
     """Row 66 of the public faults: every assistant token is predicted once, and no prompt token."""
     target = target_of("llama")
-    batch = build_batch(target, texts[:2], (0, 1))
+    batch = build_batch(target, texts[:2], OnlineStates(target, (0, 1)).states(texts[:2]))
     ids, width = texts[0].token_ids, batch.embedding.shape[1]
     assert batch.next_ids[0, : len(ids) - 2].tolist() == ids[2:].tolist()
     assert batch.is_learned[0, : len(ids) - 2].tolist() == [i + 2 >= 3 for i in range(len(ids) - 2)]
@@ -92,7 +94,7 @@ def test_an_interrupted_fit_ends_as_an_uninterrupted_one(target_of, texts, tmp_p
         pass
 
     def stop_in_the_second_epoch(num_steps):
-        if num_steps == first.steps_per_epoch + 1:
+        if num_steps == len(first._groups(0)) + 1:
             raise StoppedError
 
     first = fit_of(target, texts, tmp_path / "parts")
@@ -104,7 +106,120 @@ def test_an_interrupted_fit_ends_as_an_uninterrupted_one(target_of, texts, tmp_p
     for name, tensor in whole.head.state_dict().items():
         assert torch.equal(second.head.state_dict()[name], tensor), name
     names = sorted(path.name for path in (tmp_path / "parts").iterdir())
-    assert names == ["epoch-3.pt", "epoch-3.safetensors", "history.json"]
+    assert names == ["checkpoint.pt"]
+
+
+def test_every_text_is_learned_in_every_epoch_and_once(target_of, texts, tmp_path, monkeypatch):
+    """How many steps an epoch has depends on how its texts were shuffled."""
+    target = target_of("llama")
+    lengths = torch.randint(6, 24, (20,), generator=torch.Generator().manual_seed(3)).tolist()
+    own = [Conversation(t.token_ids[:n], t.is_answer[:n]) for t, n in zip(texts, lengths, strict=False)]
+    monkeypatch.setattr(eagle_texts, "LENGTH_STEP", 100)
+    fit = fit_of(target, own, tmp_path / "fit", replace(OPTIONS, epochs=5, batch_tokens=70, num_steps=1))
+    fit.train = own
+    sizes = [len(fit._groups(epoch)) for epoch in range(5)]
+    assert len(set(sizes)) > 1, "the case in question"
+    fit.total_steps = sum(sizes)
+    seen = []
+    build = fit._batch
+
+    def counted(asked):
+        seen.append([len(text.token_ids) for text in asked])
+        return build(asked)
+
+    monkeypatch.setattr(fit, "_batch", counted)
+    monkeypatch.setattr(fit, "held_out", [])
+    steps = []
+    fit.run(steps.append, say=lambda _: None)
+    assert steps == list(range(1, sum(sizes) + 1))
+    start = 0
+    for size in sizes:
+        learned = [n for group in seen[start : start + size] for n in group]
+        assert sorted(learned) == sorted(lengths), "an epoch left texts out"
+        start += size
+
+
+def test_a_fit_goes_on_in_the_middle_of_an_epoch(target_of, texts, tmp_path, monkeypatch):
+    """Epochs may be longer than anybody can wait: nothing but the steps since the last save is lost."""
+    target = target_of("llama")
+    whole = fit_of(target, texts, tmp_path / "whole")
+    whole.run(say=lambda _: None)
+    monkeypatch.setattr(eagle_fit, "SAVE_SECONDS", -1.0)
+    first = fit_of(target, texts, tmp_path / "parts")
+    stop_at = len(first._groups(0)) + 2
+
+    class StoppedError(Exception):
+        pass
+
+    def stop(num_steps):
+        if num_steps == stop_at:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        first.run(stop, say=lambda _: None)
+    steps = []
+    second = fit_of(target, texts, tmp_path / "parts")
+    second.run(steps.append, say=lambda _: None)
+    assert steps[0] == stop_at + 1, "the step that was saved is not done twice"
+    assert second.history == whole.history
+    for name, tensor in whole.head.state_dict().items():
+        assert torch.equal(second.head.state_dict()[name], tensor), name
+
+
+def test_a_share_of_the_positions_learns_in_every_step(target_of, texts, tmp_path):
+    target = target_of("llama")
+    fit = fit_of(target, texts, tmp_path / "part", replace(OPTIONS, loss_fraction=0.25))
+    batch = build_batch(target, texts[:8], fit.states.states(texts[:8]))
+    few = [found.num_tokens for found in fit.losses(batch)]
+    again = [found.num_tokens for found in fit.losses(batch)]
+    fit.num_steps += 1
+    later = [found.num_tokens for found in fit.losses(batch)]
+    with torch.no_grad():
+        held_out = [found.num_tokens for found in fit.losses(batch)]
+    assert few == again != later, "another draw for another step, the same one for the same"
+    assert len(set(few)) > 1, "the steps of one draft do not share their positions"
+    assert all(0.1 * all_ < part < 0.45 * all_ for part, all_ in zip(few, held_out, strict=True))
+    fit.num_steps = 0
+    history = fit.run(say=lambda _: None)
+    assert history[-1].held_out_loss < history[0].held_out_loss
+
+
+def test_states_on_disk_are_those_of_the_target_and_read_once(target_of, texts, tmp_path):
+    online = OnlineStates(target_of("llama"), (0, 1))
+    wanted = online.states(texts[:4])
+
+    class Counting:
+        num_texts = 0
+
+        def states(self, asked):
+            self.num_texts += len(asked)
+            return online.states(asked)
+
+    source = Counting()
+    cached = CachedStates(source, tmp_path / "states")
+    cached.states(texts[1:3])
+    for found, want in zip(cached.states(texts[:4]), wanted, strict=True):
+        # Several texts at once or one by one: the same numbers up to bf16's last bit.
+        torch.testing.assert_close(found, want, rtol=0.01, atol=0.01)
+    assert source.num_texts == 4
+    assert len(list((tmp_path / "states").iterdir())) == 4
+    CachedStates(source, tmp_path / "states").states(texts[:4])
+    assert source.num_texts == 4, "another run finds them"
+    next((tmp_path / "states").iterdir()).write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="damaged"):
+        cached.states(texts[:4])
+
+
+def test_a_fit_on_states_from_the_disk_ends_with_the_same_weights(target_of, texts, tmp_path):
+    target = target_of("llama")
+    options = replace(OPTIONS, epochs=1)
+    online = fit_of(target, texts, tmp_path / "online", options)
+    online.run(say=lambda _: None)
+    states = CachedStates(OnlineStates(target, (0, 1)), tmp_path / "states")
+    cached = fit_of(target, texts, tmp_path / "cached", options, states=states)
+    cached.run(say=lambda _: None)
+    for name, tensor in online.head.state_dict().items():
+        torch.testing.assert_close(cached.head.state_dict()[name], tensor, rtol=0.02, atol=0.002)
 
 
 def test_a_ranking_learns_beside_the_head_and_changes_nothing_about_it(target_of, texts, tmp_path):
@@ -132,7 +247,7 @@ def test_a_reduced_vocabulary_learns_its_rows_and_leaves_other_tokens_out(target
     with torch.no_grad():
         rows.weight.copy_(layer.weight[ids])
     fit = fit_of(target, texts, tmp_path / "fit", own_rows=rows, own_ids=ids)
-    batch = build_batch(target, texts[:4], (0, 1))
+    batch = build_batch(target, texts[:4], OnlineStates(target, (0, 1)).states(texts[:4]))
     learned = next(iter(fit.losses(batch))).num_tokens
     teacher = layer.all_logits(batch.teacher.to(layer.weight.dtype)).argmax(-1)
     assert learned == int((batch.is_learned & (teacher % 2 == 0)).sum())
@@ -143,7 +258,7 @@ def test_a_reduced_vocabulary_learns_its_rows_and_leaves_other_tokens_out(target
 def test_damaged_checkpoints_are_refused(target_of, texts, tmp_path):
     target = target_of("llama")
     fit_of(target, texts, tmp_path / "fit", replace(OPTIONS, epochs=1)).run(say=lambda _: None)
-    (tmp_path / "fit" / "epoch-1.safetensors").write_bytes(b"nothing")
+    (tmp_path / "fit" / "checkpoint.pt").write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match="cannot be gone on from"):
         fit_of(target, texts, tmp_path / "fit", replace(OPTIONS, epochs=1)).run()
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from paceline.drafters.phrase_trees import PhraseTrees
 from paceline.heads.phrase import PhraseHead, PhraseHeadConfig
@@ -43,12 +44,21 @@ def learnable(num_rows: int, seed: int) -> Samples:
 
 @pytest.fixture
 def fit_of(tmp_path: Path) -> Callable[..., PhraseFit]:
-    def make(train: Samples | None = None, chain_entries: int = 0, **changes: Any) -> PhraseFit:
+    def make(
+        train: Samples | None = None, chain_entries: int = 0, ranking_width: int = 0, **changes: Any
+    ) -> PhraseFit:
         generator = torch.Generator().manual_seed(7)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             head = PhraseHead(
-                PhraseHeadConfig(D, len(ENTRIES), width=16, dropout=0.1, chain_entries=chain_entries)
+                PhraseHeadConfig(
+                    D,
+                    len(ENTRIES),
+                    width=16,
+                    dropout=0.1,
+                    chain_entries=chain_entries,
+                    ranking_width=ranking_width,
+                )
             )
         settings: dict[str, Any] = {"epochs": 3, "batch_size": 32, "learning_rate": 0.02, "device": "cpu"}
         return PhraseFit(
@@ -214,3 +224,23 @@ def test_order_of_the_batch_does_not_change_the_loss(fit_of: Callable[..., Phras
     apart = (loss_of(rows[:10]) * 10 + loss_of(rows[10:]) * 30) / 40
     torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(together, loss_of(rows.flip(0)), rtol=1e-5, atol=1e-5)
+
+
+def test_a_ranking_learns_what_the_head_says_and_changes_nothing_about_it(
+    fit_of: Callable[..., PhraseFit], tmp_path: Path
+) -> None:
+    fit = fit_of(epochs=40, patience=40, ranking_width=16)
+    rows = torch.arange(64)
+    scores = fit.model(fit.inputs(fit.held_out, rows))
+    scores.ranking_loss.backward()
+    trained = {name for name, parameter in fit.head.named_parameters() if parameter.grad is not None}
+    assert trained == {"ranking.down.weight", "ranking.vocabulary.weight"}
+    before = float(scores.ranking_loss.detach())
+    fit.run(say=quiet)
+    fit.head.eval()
+    with torch.no_grad():
+        after = fit.model(fit.inputs(fit.held_out, rows))
+        ranking = fit.head.ranking_scores(fit.head.trunk(fit.inputs(fit.held_out, rows)))
+    assert float(after.ranking_loss) < before
+    assert (ranking.argmax(-1) == after.phrases.argmax(-1)).float().mean() > 0.9
+    assert "ranking.down.weight" in load_file(tmp_path / "fit" / "best.safetensors")

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.training.options import TrainingOptions
+from paceline.training.eagle_options import EagleTrainingOptions
+from paceline.training.phrase_options import PhraseTrainingOptions
 from paceline.training.provenance import command_line
 from paceline.training.run_folder import RunFolder, stage_key
 
@@ -29,7 +31,7 @@ from paceline.training.run_folder import RunFolder, stage_key
 )
 def test_value_out_of_range_is_named_by_its_option(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} is {value}"):
-        TrainingOptions(out=Path("x"), **{name: value})
+        PhraseTrainingOptions(out=Path("x"), **{name: value})
 
 
 @pytest.mark.parametrize(
@@ -44,22 +46,58 @@ def test_value_out_of_range_is_named_by_its_option(name: str, value: Any) -> Non
 )
 def test_unknown_name_shows_the_nearest(name: str, value: Any, nearest: str) -> None:
     with pytest.raises(ConfigError, match=nearest):
-        TrainingOptions(out=Path("x"), **{name: value})
+        PhraseTrainingOptions(out=Path("x"), **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("static_entries", 0),
+        ("head_dim", -2),
+        ("feature_layers", ()),
+        ("feature_layers", (2, 2)),
+        ("feature_layers", (-1, 2)),
+        ("max_len", 2),
+        ("step_decay", 0.0),
+        ("loss_fraction", 0.0),
+        ("loss_fraction", 1.5),
+        ("gradient_norm", 0.0),
+        ("num_steps", 0),
+        ("epochs", 0),
+    ],
+)
+def test_eagle_value_out_of_range_is_named_by_its_option(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"--{name.replace('_', '-')} is {re.escape(repr(value))}"):
+        EagleTrainingOptions(out=Path("x"), **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "nearest"),
+    [
+        ("vocabulary", "speculated", "speculative"),
+        ("features", "cache", "cached"),
+        ("stop_after", "vocab", "vocabulary"),
+        ("export_dtype", "fp", "fp32"),
+    ],
+)
+def test_unknown_eagle_name_shows_the_nearest(name: str, value: Any, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=nearest):
+        EagleTrainingOptions(out=Path("x"), **{name: value})
 
 
 def test_target_writes_prompts_when_there_are_no_data() -> None:
-    assert TrainingOptions(out=Path("x")).num_synthesised > 0
-    assert TrainingOptions(out=Path("x"), data=("a.jsonl",)).num_synthesised == 0
-    assert TrainingOptions(out=Path("x"), data=("a.jsonl",), synthesise=7).num_synthesised == 7
+    assert PhraseTrainingOptions(out=Path("x")).num_synthesised > 0
+    assert PhraseTrainingOptions(out=Path("x"), data=("a.jsonl",)).num_synthesised == 0
+    assert PhraseTrainingOptions(out=Path("x"), data=("a.jsonl",), synthesise=7).num_synthesised == 7
 
 
 def test_work_folder_lies_beside_the_head() -> None:
-    assert TrainingOptions(out=Path("a/head")).work_folder == Path("a/head.work")
-    assert TrainingOptions(out=Path("a/head"), work=Path("b")).work_folder == Path("b")
+    assert PhraseTrainingOptions(out=Path("a/head")).work_folder == Path("a/head.work")
+    assert PhraseTrainingOptions(out=Path("a/head"), work=Path("b")).work_folder == Path("b")
 
 
 def test_command_names_what_differs_and_no_folder(tmp_path: Path) -> None:
-    options = TrainingOptions(
+    options = PhraseTrainingOptions(
         out=tmp_path / "head",
         data=(str(tmp_path / "a.jsonl"), "owner/name"),
         width=300,
@@ -69,6 +107,20 @@ def test_command_names_what_differs_and_no_folder(tmp_path: Path) -> None:
     assert command_line(options) == (
         "paceline train phrase --out head --data a.jsonl --data owner/name --feature-layers 3,9 "
         "--inputs hidden --width 300"
+    )
+
+
+def test_command_of_an_eagle_head_names_its_kind_and_no_folder(tmp_path: Path) -> None:
+    options = EagleTrainingOptions(
+        out=tmp_path / "head",
+        static_corpus=(str(tmp_path / "texts.jsonl"),),
+        feature_layers=(1, 4),
+        init=tmp_path / "old",
+        epochs=7,
+    )
+    assert command_line(options) == (
+        "paceline train eagle3 --out head --init old --epochs 7 --static-corpus texts.jsonl "
+        "--feature-layers 1,4"
     )
 
 

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from paceline.errors import CheckpointError, ConfigError, ShapeError
 from paceline.kernels import build
+from paceline.kernels.ranking import CompiledRanking
+from paceline.kernels.selection import log_sum_exp
 from paceline.vocabularies.base import Candidates
 from paceline.vocabularies.full import FullVocabulary
 from paceline.vocabularies.output_layer import OutputLayer
@@ -130,6 +132,8 @@ def test_candidates_have_their_exact_logits(layer, hidden, is_shared):
     torch.testing.assert_close(found.logits, layer.all_logits(hidden).gather(1, ids), rtol=1e-5, atol=1e-5)
     assert bool((ids.diff(dim=1) > 0).all())
     ranked = vocabulary.ranking(hidden)
+    if layer.bias is not None:
+        ranked = ranked + layer.bias * layer.scale
     if not is_shared:
         assert torch.equal(ids, ranked.topk(9).indices.sort().values)
     best = found.best(2)
@@ -197,3 +201,48 @@ def test_no_group_has_a_say_in_the_candidates_of_another(hidden):
     assert torch.equal(broken.entry_ids[:M], alone[0].entry_ids)
     torch.testing.assert_close(broken.log_probs[:M], alone[0].log_probs)
     assert bool(broken.log_probs[M:].isnan().all())
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_state_that_is_no_number_chooses_for_nobody_in_its_group(hidden, is_compiled, monkeypatch):
+    monkeypatch.setattr(CompiledRanking, "is_available", lambda _: is_compiled)
+    build.load_kernels()
+    layer = OutputLayer(torch.randn(V, D, generator=torch.Generator().manual_seed(0)))
+    vocabulary = SpeculativeVocabulary(layer, ranking_of(), 9, shares_candidates=True)
+    wanted = vocabulary.candidates(hidden)
+    broken = hidden.clone()
+    broken[0] = torch.inf
+    found = vocabulary.candidates(torch.cat([broken[:1], hidden]))
+    assert torch.equal(found.entry_ids[1:], wanted.entry_ids)
+    torch.testing.assert_close(found.log_probs[1:], wanted.log_probs)
+
+
+def test_what_is_compiled_and_what_torch_does_agree(hidden, monkeypatch):
+    build.load_kernels()
+    generator = torch.Generator().manual_seed(0)
+    layer = OutputLayer(torch.randn(V, D, generator=generator), torch.randn(V, generator=generator), 0.5)
+    for is_shared in (False, True):
+        found = []
+        for is_compiled in (True, False):
+            monkeypatch.setattr(CompiledRanking, "is_available", lambda _, own=is_compiled: own)
+            vocabulary = SpeculativeVocabulary(layer, ranking_of(), 9, shares_candidates=is_shared)
+            found.append(vocabulary.candidates(hidden))
+        compiled, torch_made = found
+        assert torch.equal(compiled.entry_ids, torch_made.entry_ids)
+        torch.testing.assert_close(compiled.log_normalizer, torch_made.log_normalizer, rtol=1e-4, atol=1e-4)
+
+
+def test_equal_logits_are_settled_by_the_lowest_id_and_no_number_comes_last():
+    build.load_kernels()
+    logits = torch.tensor([[1.0, 3.0, 3.0, 3.0], [torch.nan, 1.0, 2.0, 0.0]])
+    best = Candidates(logits, None, log_sum_exp(logits)).best(3)
+    assert best.entry_ids.tolist() == [[1, 2, 3], [2, 1, 3]]
+
+
+def test_a_gradient_goes_through_the_mass(layer, hidden):
+    """Whether kernels are loaded or not."""
+    build.load_kernels()
+    states = hidden.repeat(1, 1).requires_grad_()
+    FullVocabulary(layer).candidates(states).log_normalizer.sum().backward()
+    assert states.grad is not None
+    assert bool((states.grad != 0).any())

@@ -1,4 +1,4 @@
-"""The stages that make a head out of recorded answers: vocabulary, fit, evaluation, export."""
+"""The stages that make a phrase head out of recorded answers: vocabulary, fit, evaluation, export."""
 
 from __future__ import annotations
 
@@ -11,37 +11,44 @@ import torch
 from torch import Tensor
 
 from paceline.config import dtype_from_name, dtype_name
+from paceline.drafters.phrase import PhraseDrafter
 from paceline.errors import CheckpointError, ConfigError
 from paceline.heads.checkpoint import LoadedHead, load_head, save_head
 from paceline.heads.phrase import INPUTS, PhraseHead, PhraseHeadConfig
 from paceline.training.allocator import keep_large_blocks
 from paceline.training.context import RunContext, folder_digest, location_digests
-from paceline.training.engine_check import check_in_engine
+from paceline.training.engine_check import check_in_engine, evenly_spaced
 from paceline.training.evaluate import HeadEvaluation
 from paceline.training.fit import FitOptions, PhraseFit, start_from_frequencies
 from paceline.training.loops import loop_start
+from paceline.training.phrase_options import PhraseTrainingOptions
 from paceline.training.provenance import build_provenance, build_readme
 from paceline.training.run_folder import write_json
 from paceline.training.samples import Samples, read_samples
 from paceline.training.shards import Answer, read_answers
 from paceline.vocabularies.phrases import PhraseVocabulary
 
+Context = RunContext[PhraseTrainingOptions]
 Reported = Mapping[str, Mapping[str, Any]]
 DEFAULT_CHAIN_ENTRIES = 4000
 """Phrases that may follow another, where the options do not say."""
 
 
-def vocabulary_dependencies(context: RunContext) -> dict[str, Any]:
+def vocabulary_dependencies(context: Context) -> dict[str, Any]:
     """What the phrases depend on, beside the answers."""
     options = context.options
     # Named only when it is on, so that runs from before this option existed go on.
     loops = options.chosen("drop_loops") if options.drop_loops else {}
     if options.init is not None:
-        return {"init": folder_digest(options.init), **options.chosen("held_out"), **loops}
+        return {
+            "init": folder_digest(options.init, ("model.safetensors", "phrases.json")),
+            **options.chosen("held_out"),
+            **loops,
+        }
     return {**options.chosen("entries", "max_words", "criterion", "held_out"), **loops}
 
 
-def run_vocabulary(context: RunContext) -> dict[str, Any]:
+def run_vocabulary(context: Context) -> dict[str, Any]:
     """Mine phrases from the training answers; a head that is gone on from keeps its own."""
     options = context.options
     folder = context.stage_folder("vocabulary")
@@ -79,17 +86,19 @@ def _useful_ids(answer: Answer, *, drop_loops: bool) -> list[int]:
     return ids[: loop_start(ids)] if drop_loops else ids
 
 
-def fit_dependencies(context: RunContext) -> dict[str, Any]:
+def fit_dependencies(context: Context) -> dict[str, Any]:
     """What the weights depend on, beside the phrases."""
     names = (
         "dropout", "loss", "epochs", "learning_rate", "weight_decay", "train_batch_size", "patience",
         "ema_decay", "seed",
     )  # fmt: skip
     shape = ("width", "depth", "inputs", "feature_layers", "chain_entries")
-    return context.options.chosen(*names, *(shape if context.options.init is None else ()))
+    # Named only when it is on, so that runs from before this option existed go on.
+    ranking = context.options.chosen("ranking_width") if context.options.ranking_width else {}
+    return {**context.options.chosen(*names, *(shape if context.options.init is None else ())), **ranking}
 
 
-def run_fit(context: RunContext, reported: Reported) -> dict[str, Any]:
+def run_fit(context: Context, reported: Reported) -> dict[str, Any]:
     """Fit the head; its weights are in the stage's folder."""
     vocabulary = _vocabulary(context, reported)
     fit = build_fit(context, vocabulary, context.stage_folder("fit"))
@@ -118,7 +127,7 @@ def run_fit(context: RunContext, reported: Reported) -> dict[str, Any]:
     }
 
 
-def build_fit(context: RunContext, vocabulary: PhraseVocabulary, folder: Path) -> PhraseFit:
+def build_fit(context: Context, vocabulary: PhraseVocabulary, folder: Path) -> PhraseFit:
     """Samples, head and optimiser, ready to run."""
     options, target = context.options, context.generator.target
     keep_large_blocks()
@@ -147,12 +156,12 @@ def build_fit(context: RunContext, vocabulary: PhraseVocabulary, folder: Path) -
     )
 
 
-def _config(context: RunContext, vocabulary: PhraseVocabulary) -> PhraseHeadConfig:
+def _config(context: Context, vocabulary: PhraseVocabulary) -> PhraseHeadConfig:
     """Shape of the head: as the options say, or that of the head that is gone on from."""
     options = context.options
     if options.init is not None:
         config = load_head(options.init).config
-        for name, wanted in options.chosen("inputs", "chain_entries").items():
+        for name, wanted in options.chosen("inputs", "chain_entries", "ranking_width").items():
             own = getattr(config, name)
             own = list(own) if isinstance(own, tuple) else own
             if wanted is not None and wanted != own:
@@ -171,10 +180,11 @@ def _config(context: RunContext, vocabulary: PhraseVocabulary) -> PhraseHeadConf
         feature_layers=options.feature_layers,
         dropout=options.dropout,
         chain_entries=min(num_chained, len(vocabulary)),
+        ranking_width=options.ranking_width or 0,
     )
 
 
-def _samples(context: RunContext, vocabulary: PhraseVocabulary, side: str, num_followers: int) -> Samples:
+def _samples(context: Context, vocabulary: PhraseVocabulary, side: str, num_followers: int) -> Samples:
     """Samples of one side of the split."""
     belongs = context.is_training if side == "training" else context.is_held_out
     try:
@@ -191,7 +201,7 @@ def _samples(context: RunContext, vocabulary: PhraseVocabulary, side: str, num_f
         ) from None
 
 
-def _new_head(context: RunContext, config: PhraseHeadConfig, train: Samples) -> PhraseHead:
+def _new_head(context: Context, config: PhraseHeadConfig, train: Samples) -> PhraseHead:
     """A head with fresh weights, or the one that is gone on from."""
     options = context.options
     if options.init is not None:
@@ -216,22 +226,20 @@ def scaled_embeddings(target: Any) -> Tensor:
     return table.detach().clone()
 
 
-def evaluation_dependencies(context: RunContext) -> dict[str, Any]:
+def evaluation_dependencies(context: Context) -> dict[str, Any]:
     """What the check in the engine depends on, beside the weights."""
     return context.options.chosen("check_prompts", "num_speculative_tokens")
 
 
-def run_evaluation(context: RunContext, reported: Reported) -> dict[str, Any]:
+def run_evaluation(context: Context, reported: Reported) -> dict[str, Any]:
     """Answer held-out prompts through the engine with the new head."""
     if not context.options.check_prompts:
         return {"num_prompts": 0}
     answers = [a for a in read_answers(context.answers_folder) if context.is_held_out(a.root_key)]
-    # Evenly spaced, so that every source has its share.
-    step = max(1, len(answers) // context.options.check_prompts)
     figures = check_in_engine(
         context.generator,
-        _loaded_head(context, reported),
-        answers[::step][: context.options.check_prompts],
+        PhraseDrafter(context.generator.target, _loaded_head(context, reported)),
+        evenly_spaced(answers, context.options.check_prompts),
         max_new_tokens=context.options.max_new_tokens,
         num_speculative_tokens=context.options.num_speculative_tokens,
     )
@@ -243,12 +251,12 @@ def run_evaluation(context: RunContext, reported: Reported) -> dict[str, Any]:
     return figures
 
 
-def export_dependencies(context: RunContext) -> dict[str, Any]:
+def export_dependencies(context: Context) -> dict[str, Any]:
     """What the exported folder depends on, beside the figures."""
     return {**context.options.chosen("export_dtype"), "out": str(context.options.out.absolute())}
 
 
-def run_export(context: RunContext, reported: Reported) -> dict[str, Any]:
+def run_export(context: Context, reported: Reported) -> dict[str, Any]:
     """Write the head folder."""
     options = context.options
     loaded = _loaded_head(context, reported)
@@ -273,12 +281,12 @@ def run_export(context: RunContext, reported: Reported) -> dict[str, Any]:
     return {"out": options.out.name}
 
 
-def _vocabulary(context: RunContext, reported: Reported) -> PhraseVocabulary:
+def _vocabulary(context: Context, reported: Reported) -> PhraseVocabulary:
     """The phrases of this run."""
     return PhraseVocabulary.load(context.folder.root / reported["vocabulary"]["folder"] / "phrases.json")
 
 
-def _loaded_head(context: RunContext, reported: Reported) -> LoadedHead:
+def _loaded_head(context: Context, reported: Reported) -> LoadedHead:
     """The fitted head, as if loaded from its folder."""
     from safetensors.torch import load_file
 
