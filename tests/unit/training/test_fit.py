@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -229,18 +230,21 @@ def test_order_of_the_batch_does_not_change_the_loss(fit_of: Callable[..., Phras
 def test_a_ranking_learns_what_the_head_says_and_changes_nothing_about_it(
     fit_of: Callable[..., PhraseFit], tmp_path: Path
 ) -> None:
-    fit = fit_of(epochs=40, patience=40, ranking_width=16)
+    fit = fit_of(epochs=12, ranking_width=16)
     rows = torch.arange(64)
     scores = fit.model(fit.inputs(fit.held_out, rows))
     scores.ranking_loss.backward()
     trained = {name for name, parameter in fit.head.named_parameters() if parameter.grad is not None}
     assert trained == {"ranking.down.weight", "ranking.vocabulary.weight"}
     before = float(scores.ranking_loss.detach())
-    fit.run(say=quiet)
+    for epoch in range(12):
+        fit._run_epoch(epoch, None)
     fit.head.eval()
     with torch.no_grad():
         after = fit.model(fit.inputs(fit.held_out, rows))
         ranking = fit.head.ranking_scores(fit.head.trunk(fit.inputs(fit.held_out, rows)))
     assert float(after.ranking_loss) < before
     assert (ranking.argmax(-1) == after.phrases.argmax(-1)).float().mean() > 0.9
+    fit.options = replace(fit.options, epochs=1)
+    fit.run(say=quiet)
     assert "ranking.down.weight" in load_file(tmp_path / "fit" / "best.safetensors")
