@@ -15,15 +15,17 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 
+from paceline.cli.threads import configure_threads
+
+configure_threads()  # Before torch is imported.
+
 from paceline.bench.figures import figure
 from paceline.bench.limit_trials import Trial, try_limits
 from paceline.bench.suites import load_suite
-from paceline.cli.threads import configure_threads
 from paceline.engine.generator import Generator
 from paceline.relaxation import Relaxation
 from paceline.sampling import SamplingParameters
 
-configure_threads()
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--target", default="smollm2")
 parser.add_argument("--drafter", default="phrase")

@@ -17,11 +17,14 @@ import time
 from collections.abc import Callable
 from statistics import median
 
+from paceline.cli.threads import configure_threads
+
+configure_threads()  # Before torch: its idle threads would spin on the cores that ours work on.
+
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from paceline.cli.threads import configure_threads
 from paceline.kernels.build import load_kernels
 from paceline.kernels.gather_dot import gather_dot
 from paceline.vocabularies.full import FullVocabulary
@@ -33,7 +36,6 @@ PUBLISHED = "1024x100352,4096x100352,2560x151936,4096x151936"
 """D x V of SpecVocab's benchmark (arXiv 2602.13836)."""
 Arm = Callable[[], object]
 
-configure_threads()
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--shapes", default=f"640x262144,{PUBLISHED}", help="D x V, separated by commas.")
 parser.add_argument("--ks", default="128,512,2048,8192", help="Chosen rows.")
