@@ -166,7 +166,7 @@ def test_a_full_vocabulary_trains_the_head_alone(start: Start, tmp_path: Path) -
 
 
 def test_fine_tuning_keeps_the_vocabulary(start: Start, tmp_path: Path) -> None:
-    """Row 51 of the public faults, on the way through training: the map survives."""
+    """Row 52 of the public faults: rows that were trained go on meaning what they meant."""
     start(vocabulary="static").run()
     before = load_eagle(tmp_path / "head")
     start(

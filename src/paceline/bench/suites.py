@@ -17,7 +17,7 @@ from typing import Any
 from paceline.config import nearest_name
 from paceline.errors import ConfigError
 
-BUILTIN_SUITES = ("builtin", "check")
+BUILTIN_SUITES = ("builtin", "check", "rare")
 _MESSAGE_FIELDS = ("prompt", "question", "instruction")
 _ID_FIELDS = ("question_id", "task_id", "id")
 

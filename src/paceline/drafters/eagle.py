@@ -20,7 +20,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from paceline.drafters.eagle_cache import EagleCache
+from paceline.drafters.compiled_eagle import CompiledEagleLayer
+from paceline.drafters.eagle_cache import EagleCache, Sight
 from paceline.drafters.eagle_vocabularies import vocabulary_of
 from paceline.errors import CheckpointError, ConfigError
 from paceline.heads.checkpoint import default_head
@@ -107,6 +108,7 @@ class EagleDrafter:
         self.depth = depth
         self.required_features: tuple[int, ...] = config.feature_layers
         self._cache = EagleCache(config.num_kv_heads, config.head_dim, head.dtype, target.device)
+        self._compiled = CompiledEagleLayer.where_possible(head)
         self._features: dict[Sequence, _Features] = {}
 
     @classmethod
@@ -225,9 +227,9 @@ class EagleDrafter:
             )
             positions[number] = torch.arange(first, first + width)
             self._cache.lengths[sequence] += len(part)
-        places = torch.arange(int(starts.max()) + width)
-        visible = places <= starts[:, None, None] + torch.arange(width)[None, :, None]
-        return self._step(sequences, upload(token_ids, device), features, positions, starts, visible)
+        in_order = starts[:, None] + torch.arange(1, width + 1)
+        sight = Sight(sequences, starts, in_order, in_order.new_empty(len(parts), width, 0))
+        return self._step(upload(token_ids, device), features, positions, sight)
 
     def _grow(
         self, sequences: list[Sequence], last: EagleStates, beam: int, depth: int, max_nodes: int
@@ -251,10 +253,9 @@ class EagleDrafter:
             starts = lengths + (level_depth - 1) * width
             own = starts[:, None, None] + torch.arange(width)[None, :, None]
             above = torch.cat([above, own.expand(num_sequences, width, 1)], dim=2)
-            places = torch.arange(int(starts.max()) + width)
-            visible = (places < lengths[:, None, None]).repeat(1, width, 1).scatter(2, above, value=True)
+            sight = Sight(sequences, starts, lengths[:, None].expand(num_sequences, width), above)
             positions = (firsts + lengths + level_depth - 1)[:, None].expand(num_sequences, width)
-            states = self._step(sequences, token_ids, state, positions, starts, visible)
+            states = self._step(token_ids, state, positions, sight)
             best = self._vocabulary.candidates(states.final.flatten(0, 1), num_sequences).best(beam)
             num_next = best.entry_ids.shape[1]
             summed = log_probs[:, :, None] + best.log_probs.view(num_sequences, width, num_next)
@@ -286,23 +287,18 @@ class EagleDrafter:
         likeliest = levels[-1].log_probs.gather(1, chosen).amax(dim=1)
         return bool((likeliest < worst).all())
 
-    def _step(
-        self,
-        sequences: list[Sequence],
-        token_ids: Tensor,
-        state: Tensor,
-        positions: Tensor,
-        starts: Tensor,
-        visible: Tensor,
-    ) -> EagleStates:
-        """The head at B times T positions; keys and values go to `starts` of each lane."""
+    def _step(self, token_ids: Tensor, state: Tensor, positions: Tensor, sight: Sight) -> EagleStates:
+        """The head at B times T positions; keys and values go to their places."""
+        embedding = self._target.embedding(token_ids)
+        if self._compiled is not None:
+            # Positions count from the first one of the cache: only their distances matter.
+            return self._compiled.step(embedding, state, self._cache, sight)
         device = self._target.device
-        seen = upload(visible, device)
+        visible = upload(sight.visible, device)
 
         def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            return self._cache.attend(sequences, starts, seen, queries, keys, values)
+            return self._cache.attend(sight, visible, queries, keys, values)
 
-        embedding = self._target.embedding(token_ids)
         found: EagleStates = self._head(embedding, state, upload(positions, device), attend)
         return found
 

@@ -7,6 +7,8 @@ copied but when it has to grow.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -16,6 +18,50 @@ from paceline.transfers import upload
 
 BLOCK = 256
 """Positions by which the buffer grows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """Where T positions of B sequences stand in their lanes, and what they see.
+
+    Attributes:
+        sequences: B.
+        starts: int64 [B], place of the first of the T positions, which lie side by side.
+        num_in_order: int64 [B, T], how many places from the first one on each position sees.
+        tail: int64 [B, T, k], further places that it sees, in the order of the text, itself the last; none
+            where it is among those in order.
+    """
+
+    sequences: list[Sequence]
+    starts: Tensor
+    num_in_order: Tensor
+    tail: Tensor
+
+    @property
+    def num_places(self) -> int:
+        """C: places of the longest lane, these positions included."""
+        return int(self.starts.max()) + self.num_in_order.shape[1]
+
+    @property
+    def visible(self) -> Tensor:
+        """Bool [B, T, C]: which places each position sees."""
+        seen = torch.arange(self.num_places) < self.num_in_order[:, :, None]
+        return seen.scatter(2, self.tail, value=True) if self.tail.shape[2] else seen
+
+    def rows(self, cache: EagleCache) -> list[Tensor]:
+        """Lane, place, position, places in order, ends of tails and tails: int32, for the kernels."""
+        num_sequences, width, num_behind = self.tail.shape
+        lanes = torch.tensor([cache.lane(sequence) for sequence in self.sequences])
+        places = self.starts[:, None] + torch.arange(width)
+        columns = (
+            lanes[:, None].expand(num_sequences, width),
+            places,
+            self.num_in_order + (num_behind - 1),
+            self.num_in_order,
+            torch.arange(num_sequences * width + 1) * num_behind,
+            self.tail,
+        )
+        return [column.to(torch.int32).contiguous() for column in columns]
 
 
 class EagleCache:
@@ -48,27 +94,32 @@ class EagleCache:
         longest = max(self.lengths[sequence] for sequence in sequences)
         self._grow(max(self._lanes.values()) + 1, longest + num_positions)
 
+    @property
+    def keys(self) -> Tensor:
+        """[lanes, K, places, d]."""
+        return self._buffer[0]
+
+    @property
+    def values(self) -> Tensor:
+        """[lanes, K, places, d]."""
+        return self._buffer[1]
+
+    def lane(self, sequence: Sequence) -> int:
+        """Lane of an open sequence."""
+        return self._lanes[sequence]
+
     def release(self, sequence: Sequence) -> None:
         """Forget a sequence; unknown ones are fine."""
         if sequence in self._lanes:
             self._free.append(self._lanes.pop(sequence))
             del self.lengths[sequence]
 
-    def attend(
-        self,
-        sequences: list[Sequence],
-        starts: Tensor,
-        visible: Tensor,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-    ) -> Tensor:
+    def attend(self, sight: Sight, visible: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Write keys and values, then attend to what is visible.
 
         Args:
-            sequences: B.
-            starts: int64 [B], place of the first of the T positions in each lane.
-            visible: bool [B, T, C], which of the first C places each position sees.
+            sight: where the T positions of B sequences stand.
+            visible: its `visible`, on the device.
             queries: [B, H, T, d].
             keys: [B, K, T, d].
             values: [B, K, T, d].
@@ -76,7 +127,7 @@ class EagleCache:
         Returns:
             [B, H, T, d].
         """
-        lanes = [self._lanes[sequence] for sequence in sequences]
+        lanes, starts = [self._lanes[sequence] for sequence in sight.sequences], sight.starts
         num_new, num_places = keys.shape[2], visible.shape[2]
         for number, (lane, start) in enumerate(zip(lanes, starts.tolist(), strict=True)):
             self._buffer[0, lane, :, start : start + num_new] = keys[number]

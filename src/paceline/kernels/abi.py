@@ -76,6 +76,9 @@ class Model(Structure):
         ("norms_whole_qk", c_int32),
         ("rotary_dim", c_int32),
         ("norm_eps", c_float),
+        ("joins_embedding", c_int32),
+        ("keeps_normed", c_int32),
+        ("embedding_norm", Norm),
     ]
 
 
@@ -110,6 +113,7 @@ class Forward(Structure):
         ("hidden", c_void_p),
         ("feature_layers", c_void_p),
         ("features", c_void_p),
+        ("embedding", c_void_p),
     ]
 
 

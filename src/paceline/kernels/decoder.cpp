@@ -36,6 +36,10 @@ struct Model {
   int32_t norms_whole_qk; // Query and key norms run over all heads at once, not head by head.
   int32_t rotary_dim;
   float norm_eps;
+  // Draft layers: attention reads the embedding of a token, normed, side by side with the residual.
+  int32_t joins_embedding;
+  int32_t keeps_normed;  // The normed residual takes the residual's place.
+  Norm embedding_norm;
 };
 
 struct Forward {
@@ -51,6 +55,7 @@ struct Forward {
   void* hidden;                      // [rows, hidden_size] after the final norm.
   const int32_t* feature_layers;     // Whose inputs go to `features`, each [rows, hidden_size].
   void* const* features;
+  const float* embedding;  // [rows, hidden_size], where it is joined.
 };
 
 template <class T>
@@ -120,10 +125,11 @@ class Decoder {
     const int width = m.attention.num_heads * m.attention.head_dim;
     State<T> s;
     s.hidden_stride = stride_of(m.hidden_size);
+    s.normed_stride = m.joins_embedding ? stride_of(2 * m.hidden_size) : s.hidden_stride;
     s.width_stride = stride_of(width);
     s.inner_stride = stride_of(m.mlp_size);
     s.qkv_stride = stride_of(width + 2 * m.attention.num_kv_heads * m.attention.head_dim);
-    s.normed = scratch.normed.get(size_t(rows_up) * s.hidden_stride);
+    s.normed = scratch.normed.get(size_t(rows_up) * s.normed_stride);
     s.normed_mlp = scratch.normed_mlp.get(size_t(rows_up) * s.hidden_stride);
     s.attended = scratch.attended.get(size_t(rows_up) * s.width_stride);
     s.inner = scratch.inner.get(size_t(rows_up) * s.inner_stride);
@@ -144,7 +150,7 @@ class Decoder {
 
   template <class T>
   struct State {
-    int hidden_stride, width_stride, inner_stride, qkv_stride;
+    int hidden_stride, normed_stride, width_stride, inner_stride, qkv_stride;
     T *normed, *normed_mlp, *attended, *inner;
     float *qkv, *branch;
     std::vector<std::pair<int, int>> blocks;
@@ -164,11 +170,17 @@ class Decoder {
     const Layer& layer = layers_[number];
     const int rows = call.rows.num_rows, size = m.hidden_size;
     each_row(call, thread, [&](int row) {
-      const float* x = residual(call, row);
+      float* x = residual(call, row);
       for (int i = 0; i < call.num_features; i++)
         if (call.feature_layers[i] == number)
           copy_row(x, static_cast<T*>(call.features[i]) + size_t(row) * size, size);
-      normalise(layer.before_attention, m.norm_kind, m.norm_eps, x, size, s.normed + size_t(row) * s.hidden_stride);
+      T* normed = s.normed + size_t(row) * s.normed_stride;
+      if (m.joins_embedding) {
+        normalise(m.embedding_norm, m.norm_kind, m.norm_eps, call.embedding + size_t(row) * size, size, normed);
+        normed += size;
+      }
+      normalise(layer.before_attention, m.norm_kind, m.norm_eps, x, size, normed);
+      if (m.keeps_normed) normalise(layer.before_attention, m.norm_kind, m.norm_eps, x, size, x);
       if (m.is_parallel)
         normalise(layer.before_mlp, m.norm_kind, m.norm_eps, x, size,
                   s.normed_mlp + size_t(row) * s.hidden_stride);
@@ -179,7 +191,7 @@ class Decoder {
       store(to, left);
       store(to + LANES, right);
     };
-    multiply_share<T>(*pool_, thread, layer.qkv, s.normed, s.hidden_stride, rows, &layer.attention_out, keep_qkv);
+    multiply_share<T>(*pool_, thread, layer.qkv, s.normed, s.normed_stride, rows, &layer.attention_out, keep_qkv);
     pool_->barrier();
     each_row(call, thread, [&](int row) { rotate_and_cache<T>(call, s, layer, number, row); });
     pool_->barrier();

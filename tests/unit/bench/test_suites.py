@@ -37,12 +37,14 @@ def test_spacing_reaches_the_last_part_of_the_file():
 
 
 def test_builtin_suites_need_no_data():
-    builtin, check = (load_suite(name) for name in BUILTIN_SUITES)
+    builtin, check, rare = (load_suite(name) for name in BUILTIN_SUITES)
     assert len(builtin.prompts) == 24
     assert {prompt.category for prompt in builtin.prompts} == {"maths", "chat", "code", "writing"}
     assert sum(len(prompt.turns) == 2 for prompt in builtin.prompts) >= 4
     assert len(check.prompts) == 100
     assert all(len(prompt.turns) == 1 for prompt in check.prompts)
+    assert len(rare.prompts) == len({prompt.turns for prompt in rare.prompts}) == 40
+    assert {prompt.category for prompt in rare.prompts} == {"language", "rare tokens"}
 
 
 @pytest.mark.parametrize(

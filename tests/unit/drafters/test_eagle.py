@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,8 @@ from torch.nn import functional
 from conftest import PROMPTS
 from paceline.drafters import eagle
 from paceline.drafters.eagle import EagleDrafter
+from paceline.drafters.eagle_vocabularies import output_layer_of
+from paceline.drafters.none import NoDrafter
 from paceline.engine.generator import Generator
 from paceline.errors import CheckpointError, ConfigError
 from paceline.heads.eagle import EagleConfig, EagleHead
@@ -19,6 +22,7 @@ from paceline.heads.formats.eagle_checkpoint import save_speculators_eagle3
 from paceline.kernels import build
 from paceline.registry import drafter_class
 from paceline.sampling import SamplingParameters
+from paceline.targets.huggingface import HuggingFaceTarget
 from paceline.tree import check_tree
 from paceline.vocabularies.full import FullVocabulary
 from paceline.vocabularies.output_layer import OutputLayer
@@ -239,6 +243,91 @@ def test_one_folder_serves_all_vocabularies(target_of, folder_of, name):
 def test_heads_without_what_a_vocabulary_needs_are_refused(target_of, folder_of, changes, name, named):
     with pytest.raises(CheckpointError, match=named):
         drafter_class(f"eagle3:{name}").build(target_of("llama"), folder_of(**changes), 16)
+
+
+@pytest.mark.parametrize(("top_k", "depth"), [(1, 12), (3, 9), (2, 2)])
+def test_a_tree_may_be_deeper_than_the_steps_that_were_trained(
+    target_of, tokenizer, oracle_of, folder_of, top_k, depth
+):
+    """Row 11 of the public faults: one layer drafts any number of steps, seven were trained."""
+    target = target_of("llama")
+    drafter = EagleDrafter.build(target, folder_of(), 16)
+    drafter.top_k, drafter.depth = top_k, depth
+    generator = generator_with(target, tokenizer, drafter)
+    asked = SamplingParameters(max_new_tokens=NUM_NEW)
+    sequence = generator.open(list(PROMPTS[2]), asked).sequence
+    generator.engine.round()
+    tree = drafter.propose([sequence], 24)[0]
+    check_tree(tree)
+    assert int(tree.depths.max()) <= depth
+    assert top_k > 1 or int(tree.depths.max()) == depth
+    while not sequence.is_finished:
+        generator.engine.round()
+    assert sequence.output_ids == oracle_of("llama", tuple(PROMPTS[2]), NUM_NEW)
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "granite", "cohere", "llama"])
+def test_logits_and_embeddings_are_those_of_the_target(target_of, architecture):
+    """Row 63: scaled embeddings, and logits that are scaled, soft-capped or divided."""
+    target = target_of(architecture)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(5, target.hidden_size, generator=generator)
+    wanted = target.lm_head(hidden)
+    layer = replace(output_layer_of(target), score_all=None)
+    ids = torch.arange(0, target.vocab_size, 3)
+    torch.testing.assert_close(FullVocabulary(layer).candidates(hidden).logits, wanted, rtol=1e-5, atol=1e-5)
+    static = StaticVocabulary.of_rows(layer, ids).candidates(hidden).logits
+    torch.testing.assert_close(static, wanted[:, ids], rtol=1e-5, atol=1e-5)
+    ranking = VocabularyRanking(target.hidden_size, target.vocab_size, 8)
+    found = SpeculativeVocabulary(layer, ranking, 20).candidates(hidden)
+    torch.testing.assert_close(found.logits, wanted.gather(1, found.entry_ids), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "granite"])
+def test_the_head_reads_embeddings_as_the_target_scales_them(target_of, tokenizer, architecture, monkeypatch):
+    """Row 63, the other half."""
+    target = target_of(architecture)
+    drafter = drafter_of(target, top_k=2, depth=2)
+    seen = []
+    forward = EagleHead.forward
+
+    def spy(self, embedding, *rest):
+        seen.append(embedding)
+        return forward(self, embedding, *rest)
+
+    monkeypatch.setattr(EagleHead, "forward", spy)
+    generator = generator_with(target, tokenizer, drafter)
+    sequence = generator.open([5, 9, 11], SamplingParameters(max_new_tokens=8)).sequence
+    generator.engine.round()
+    seen.clear()
+    drafter.propose([sequence], 8)
+    ids = torch.tensor(sequence.token_ids)[1:]
+    with torch.no_grad():
+        scale = target.architecture.embedding_scale
+        wanted = target.model.get_input_embeddings()(ids) * scale
+    torch.testing.assert_close(seen[0][0][: len(ids)], wanted)
+    if architecture == "granite":
+        assert scale != 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_head_of_another_dtype_and_target_drafts_and_changes_nothing(
+    target_of, tokenizer, folder_of, dtype, tmp_path
+):
+    """Row 64: a target that was changed since is warned of, and text stays its own."""
+    model = copy.deepcopy(target_of("llama").model).to(dtype)
+    target = HuggingFaceTarget(model, fingerprint="changed", check=False)
+    folder = folder_of(provenance={"target_fingerprint": "as it was", "coverage": 0.5})
+    asked = SamplingParameters(max_new_tokens=NUM_NEW)
+    plain = Generator(target, tokenizer, NoDrafter()).generate(list(PROMPTS[2]), asked)
+    for name in ("full", "static", "speculative"):
+        with pytest.warns(UserWarning, match="trained for target as it was"):
+            drafter = drafter_class(f"eagle3:{name}").build(target, folder, 16)
+        assert drafter._head.dtype is dtype
+        result = generator_with(target, tokenizer, drafter).generate(list(PROMPTS[2]), asked)
+        assert result.statistics.num_draft_tokens > 0
+        if dtype is torch.float32:
+            assert result.token_ids == plain.token_ids
 
 
 def test_heads_of_other_targets_are_refused_or_warned_of(target_of, folder_of):

@@ -7,14 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, ConfigError
 from paceline.heads.eagle import EagleConfig, EagleHead
 from paceline.training import eagle_fit, eagle_texts
 from paceline.training.capture import Conversation
 from paceline.training.eagle_batch import build_batch
 from paceline.training.eagle_fit import EagleFit, EagleFitOptions
 from paceline.training.eagle_states import CachedStates, OnlineStates
-from paceline.training.eagle_texts import batches, padded
+from paceline.training.eagle_texts import batches, padded, read_texts
+from paceline.training.loops import loop_start
+from paceline.training.shards import Answer, write_shard
 from paceline.vocabularies.output_layer import OutputLayer
 from paceline.vocabularies.speculative import VocabularyRanking
 
@@ -220,6 +222,53 @@ def test_a_fit_on_states_from_the_disk_ends_with_the_same_weights(target_of, tex
     cached.run(say=lambda _: None)
     for name, tensor in online.head.state_dict().items():
         torch.testing.assert_close(cached.head.state_dict()[name], tensor, rtol=0.02, atol=0.002)
+
+
+def test_texts_without_a_token_to_learn_are_left_out_and_no_loss_is_no_number(target_of, texts, tmp_path):
+    """Row 67 of the public faults: a mean over nothing."""
+    target = target_of("llama")
+    fit = fit_of(target, texts, tmp_path / "fit", replace(OPTIONS, epochs=1, batch_tokens=8))
+    before = {name: tensor.clone() for name, tensor in fit.head.state_dict().items()}
+    # Nothing of the answer lies behind the second token: pairs begin there.
+    fit.train = [Conversation(text.token_ids[:4], torch.zeros(4).bool()) for text in texts[:3]]
+    fit.total_steps = len(fit._groups(0))
+    history = fit.run(say=lambda _: None)
+    assert history[0].train_loss == 0.0
+    assert torch.tensor(history[0].held_out_loss).isfinite()
+    for name, tensor in fit.head.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_answers_that_teach_nothing_are_not_read(tmp_path):
+    """Row 67: cut off, empty, or of one token behind a prompt of one."""
+    prompts = {
+        "whole": ([1, 2, 3], [4, 5]),
+        "empty": ([1, 2, 3], []),
+        "short": ([1], [2]),
+        "cut": ([1] * 9, [2]),
+    }
+    answers = [
+        Answer(
+            key, key, "x", torch.tensor(prompt), torch.tensor(output), torch.zeros(len(output), 1, 4), True
+        )
+        for key, (prompt, output) in prompts.items()
+    ]
+    answers = [a for a in answers if len(a.output_ids)]
+    write_shard(tmp_path / "shard-0-00000.safetensors", answers)
+    found = read_texts(tmp_path, lambda _: True, max_len=8)
+    assert [text.token_ids.tolist() for text in found] == [[1, 2, 3, 4, 5]]
+    assert found[0].is_answer.tolist() == [False, False, False, True, True]
+    with pytest.raises(ConfigError, match="no recorded answer has a token to learn"):
+        read_texts(tmp_path, lambda answer: answer.key == "cut", max_len=8)
+
+
+def test_loops_are_cut_off_where_they_begin(tmp_path):
+    ids = torch.tensor([*range(10), *[3, 4, 5, 6, 7, 8, 9, 10] * 9])
+    answer = Answer("a", "a", "x", torch.tensor([1, 2]), ids, torch.zeros(len(ids), 1, 4), True)
+    write_shard(tmp_path / "shard-0-00000.safetensors", [answer])
+    whole, cut = (read_texts(tmp_path, lambda _: True, drop_loops=drop)[0] for drop in (False, True))
+    assert len(whole.token_ids) == len(ids) + 2
+    assert len(cut.token_ids) == loop_start(ids.tolist()) + 2 < len(whole.token_ids)
 
 
 def test_a_ranking_learns_beside_the_head_and_changes_nothing_about_it(target_of, texts, tmp_path):
