@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import random
 import time
 from collections.abc import Callable
 from statistics import median
@@ -25,12 +26,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from paceline.drafters.compiled_phrase import CompiledPhrases
+from paceline.heads.phrase import PhraseHead, PhraseHeadConfig
 from paceline.kernels.build import load_kernels
 from paceline.kernels.gather_dot import gather_dot
 from paceline.vocabularies.full import FullVocabulary
 from paceline.vocabularies.output_layer import OutputLayer
 from paceline.vocabularies.speculative import SpeculativeVocabulary, VocabularyRanking
 from paceline.vocabularies.static import StaticVocabulary
+from paceline.vocabularies.trie import TokenTrie
 
 PUBLISHED = "1024x100352,4096x100352,2560x151936,4096x151936"
 """D x V of SpecVocab's benchmark (arXiv 2602.13836)."""
@@ -113,6 +117,29 @@ def vocabulary_times(hidden: torch.Tensor, weight: torch.Tensor) -> dict[str, fl
     return timed({name: lambda v=v: v.candidates(hidden).best(10) for name, v in vocabularies.items()})
 
 
+def phrase_times(num_rows: int) -> dict[str, float]:
+    """Milliseconds of a phrase draft of 24 nodes, by vocabulary."""
+    chooser = random.Random(0)
+    found: dict[tuple[int, ...], None] = {}
+    while len(found) < 80_000:
+        found[tuple(chooser.randrange(49_152) for _ in range(chooser.randint(1, 4)))] = None
+    inputs = torch.randn(num_rows, 2 * 576)
+    arms: dict[str, Arm] = {}
+    for name, size, ranking_width in (
+        ("8,000", 8_000, 0),
+        ("80,000", 80_000, 0),
+        ("80,000, ranked", 80_000, 32),
+    ):
+        entries = list(found)[:size]
+        config = PhraseHeadConfig(576, size, width=256, ranking_width=ranking_width)
+        head = PhraseHead(config).eval().requires_grad_(False)
+        head.output.to(torch.bfloat16)
+        compiled = CompiledPhrases.where_possible(head, TokenTrie(entries), entries)
+        assert compiled is not None
+        arms[name] = lambda drafter=compiled: drafter.draft(inputs, [0] * num_rows, 24)
+    return timed(arms)
+
+
 kernels = Table(title="chosen rows")
 steps = Table(title="output layer of a drafting step")
 for (size, num_entries), num_rows in itertools.product(shapes, map(int, arguments.rows.split(","))):
@@ -145,3 +172,12 @@ for (size, num_entries), num_rows in itertools.product(shapes, map(int, argument
 console.print(f"milliseconds, {arguments.dtype}, {device}, {torch.get_num_threads()} threads")
 console.print(kernels)
 console.print(steps)
+if device.type == "cpu":
+    phrases = Table(title="phrase draft of 24 nodes, 576 wide states")
+    for num_rows in (1, 8):
+        found = phrase_times(num_rows)
+        if not phrases.columns:
+            for name in ("sequences", *found):
+                phrases.add_column(name)
+        phrases.add_row(f"{num_rows}", *(f"{milliseconds:.2f}" for milliseconds in found.values()))
+    console.print(phrases)

@@ -91,6 +91,11 @@ class CompiledEagleLayer:
             return None
         return None if any(size % ALIGNMENT for size in sizes) else cls(head, library)
 
+    def drop_layer(self) -> None:
+        """Free the head's own copy of the packed weights, for heads that nobody else uses."""
+        for parameter in self._head.layer.parameters():
+            parameter.data = parameter.data.new_empty(0)
+
     @torch.inference_mode()
     def step(self, embedding: Tensor, state: Tensor, cache: EagleCache, sight: Sight) -> EagleStates:
         """One step; keys and values are written to the cache.

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from paceline.heads.phrase import PhraseHead, PhraseStep
 from paceline.kernels import abi
@@ -94,8 +95,6 @@ class CompiledPhrases:
         sizes = (head.config.hidden_size, *head.config.layer_widths)
         if library is None or weight.device.type != "cpu" or any(size % ALIGNMENT for size in sizes):
             return None
-        if head.ranking is not None and head.ranking.width % ALIGNMENT:
-            return None
         if head.trunk_dtype != torch.float32 or weight.dtype not in _DTYPES:
             return None
         if head.step is not None and (embeddings is None or embeddings.dtype not in _DTYPES):
@@ -137,10 +136,12 @@ class CompiledPhrases:
         """What chooses the phrases that are scored, and their rows as they are; nothing without it."""
         if head.ranking is None:
             return {}
-        down, table, output = head.ranking.down, head.ranking.vocabulary.weight, head.output
-        none = down.weight.new_zeros(down.out_features)
+        down, table, output = head.ranking.down.weight, head.ranking.vocabulary.weight, head.output
+        # To whole vectors, with columns that add nothing.
+        missing = -len(down) % ALIGNMENT
+        down, table = functional.pad(down.float(), (0, 0, 0, missing)), functional.pad(table, (0, missing))
         return {
-            "narrowing": self._pack(down.weight.float(), none),
+            "narrowing": self._pack(down, down.new_zeros(len(down))),
             "table": self._pack(table[order].to(output.weight.dtype), output.bias[order]),
             "rows": self._keep(output.weight[order]),
             "row_bias": self._keep(output.bias[order].float()),

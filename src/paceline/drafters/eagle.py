@@ -128,7 +128,10 @@ class EagleDrafter:
         loaded = read_eagle(folder, num_layers=target.num_layers, vocab_size=target.vocab_size)
         check_fit(target, loaded)
         layer = loaded.head.to(target.device, target.dtype).requires_grad_(False)
-        return cls(target, layer, vocabulary_of(cls.vocabulary_name, target, loaded))
+        drafter = cls(target, layer, vocabulary_of(cls.vocabulary_name, target, loaded))
+        if drafter._compiled is not None:
+            drafter._compiled.drop_layer()
+        return drafter
 
     @torch.inference_mode()
     def observe(self, output: TargetOutput, results: Seq[VerifyResult | None]) -> None:

@@ -57,6 +57,8 @@ def inspect_head(folder: str | Path) -> HeadSummary:
         )  # fmt: skip
     loaded = load_head(folder)
     outputs = f"{len(loaded.vocabulary):,} phrases of at most {loaded.vocabulary.max_words} words"
+    if loaded.head.ranking is not None:
+        outputs += f", speculated (ranking of width {loaded.head.ranking.width})"
     return HeadSummary(
         folder,
         HEAD_TYPE,

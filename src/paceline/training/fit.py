@@ -8,6 +8,7 @@ numbers it would have had.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -156,7 +157,9 @@ class PhraseFit:
                 f"held out {figures.held_out_loss:.4f}, tokens per round {per_round}"
             )
         self.head.load_state_dict(load_file(self.folder / "best.safetensors"))
-        return FitResult(self.head.cpu().eval(), self._best_epoch(), tuple(self.history))
+        # A copy: the head itself stays where the held-out rows are, to be evaluated.
+        head = copy.deepcopy(self.head).cpu().eval()
+        return FitResult(head, self._best_epoch(), tuple(self.history))
 
     def inputs(self, samples: Samples, rows: Tensor) -> Tensor:
         """[M, num_inputs * D]: what the head reads at rows of `samples`, on the device."""

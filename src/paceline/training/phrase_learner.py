@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from paceline.heads.phrase import PhraseHead
@@ -18,7 +19,7 @@ class PhraseScores:
         phrases: [M, E].
         chained: [M, chain_entries + 1], behind the given phrases; None where none are given.
         ranking_loss: mean cross-entropy of the ranking with the head's own distribution, with no gradient for
-            the layers in front of it; 0 without a ranking.
+            the layers in front of it; 0 without a ranking, or where nothing learns.
     """
 
     phrases: Tensor
@@ -58,7 +59,7 @@ class PhraseLearner(nn.Module):
     def _ranking_loss(self, state: Tensor, scores: Tensor) -> Tensor:
         """Chunk by chunk: more tables of scores as wide as the vocabulary would not fit beside the first."""
         head = self.head
-        if head.ranking is None or not len(state):
+        if head.ranking is None or not torch.is_grad_enabled():
             return state.new_zeros(())
         summed = soft_cross_entropy(
             head.ranking.down(state),
@@ -67,4 +68,5 @@ class PhraseLearner(nn.Module):
             bias=head.output.bias.detach(),
             dtype=scores.dtype,
         )
-        return summed / len(state)
+        # Of an empty share of a batch too: all replicas must have gradients of the same parameters.
+        return summed / max(len(state), 1)

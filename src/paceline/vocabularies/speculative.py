@@ -49,8 +49,12 @@ class VocabularyRanking(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[M, D] -> [M, V]."""
         dtype = self.down.weight.dtype
-        scores: Tensor = self.vocabulary(self.down(hidden.to(dtype)))
-        return scores
+        return self.scores(self.down(hidden.to(dtype)))
+
+    def scores(self, narrow: Tensor) -> Tensor:
+        """What follows the first matrix: [M, width] -> [M, V]; the second one may be of lower precision."""
+        found: Tensor = self.vocabulary(narrow.to(self.vocabulary.weight.dtype))
+        return found
 
 
 class SpeculativeVocabulary:
@@ -132,7 +136,7 @@ class SpeculativeVocabulary:
 
     def _ranked_by_torch(self, narrow: Tensor, groups: int | None) -> Ranked:
         """What `CompiledRanking.rank` does, for other devices, and to compare with."""
-        ranked = self.ranking.vocabulary(narrow).float()
+        ranked = self.ranking.scores(narrow).float()
         if self.layer.scaled_bias is not None:
             ranked = ranked + self.layer.scaled_bias
         mass = log_sum_exp(ranked)

@@ -65,10 +65,12 @@ class Both:
         ]
         for cache in self.caches:
             cache.open(self.sequences, 64)
+        self.first = 0
 
     def step(self, embedding, state, starts, in_order, tail):
         sight = Sight(self.sequences, starts, in_order, tail)
-        positions = in_order + tail.shape[2] - 1
+        # Positions count from anywhere: a cache that was taken over begins in the middle of a text.
+        positions = in_order + tail.shape[2] - 1 + self.first
         visible = sight.visible
         found = self.compiled.step(embedding, state, self.caches[0], sight)
         wanted = self.head(
@@ -124,6 +126,33 @@ def test_long_chunks_go_through_at_once():
         *both.step(embedding, state, torch.tensor([0]), in_order, in_order.new_empty(1, width, 0)),
         torch.float32,
     )
+
+
+def test_only_distances_matter():
+    both = Both(PLAIN, torch.float32, 1)
+    both.first = 37
+    generator = torch.Generator().manual_seed(1)
+    embedding, state = (torch.randn(1, 9, SIZE, generator=generator) for _ in range(2))
+    in_order = torch.arange(1, 10)[None]
+    close(
+        *both.step(embedding, state, torch.tensor([0]), in_order, in_order.new_empty(1, 9, 0)), torch.float32
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_several_threads_compute_what_torch_does(dtype):
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        both = Both(PLAIN, dtype, 2)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(10):
+            embedding, state = (torch.randn(2, 7, SIZE, generator=generator).to(dtype) for _ in range(2))
+            in_order = torch.arange(1, 8).expand(2, 7)
+            no_tail = in_order.new_empty(2, 7, 0)
+            close(*both.step(embedding, state, torch.tensor([0, 0]), in_order, no_tail), dtype)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_what_is_given_stays_as_it_was():

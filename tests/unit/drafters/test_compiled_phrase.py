@@ -149,10 +149,12 @@ RANKED = [(a, b) for a in range(7) for b in range(7)] + [(a,) for a in range(7)]
 
 
 @pytest.mark.parametrize("num_candidates", [1, 20, 55, 56, 4000])
-@pytest.mark.parametrize("shape", [{}, {"chain_entries": 20, "hidden_size": 48, "width": 80}])
+@pytest.mark.parametrize(
+    "shape", [{}, {"chain_entries": 20, "hidden_size": 48, "width": 80, "ranking_width": 10}]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_ranking_chooses_the_phrases_that_are_scored(num_candidates, shape, dtype):
-    trie, head = TokenTrie(RANKED), make_head(len(RANKED), dtype=dtype, ranking_width=16, **shape)
+    trie, head = TokenTrie(RANKED), make_head(len(RANKED), dtype=dtype, **{"ranking_width": 16, **shape})
     width = head.config.num_inputs * head.config.hidden_size
     inputs = 20 * torch.randn(3, width, generator=torch.Generator().manual_seed(5))
     compiled = CompiledPhrases.where_possible(head, trie, RANKED, embeddings_of(head), num_candidates)
@@ -163,6 +165,20 @@ def test_a_ranking_chooses_the_phrases_that_are_scored(num_candidates, shape, dt
     ):
         check_tree(ours)
         assert_same_paths(ours, reference, tolerance)
+        found, wanted = (
+            tree.node_values[tree.node_values > 1e-5].sort().values for tree in (ours, reference)
+        )
+        if dtype is torch.float32:
+            torch.testing.assert_close(found, wanted, rtol=tolerance, atol=1e-5)
+
+
+def test_a_ranking_in_half_precision_works_without_kernels(monkeypatch):
+    trie, head = TokenTrie(RANKED), make_head(len(RANKED), dtype=torch.bfloat16, ranking_width=16)
+    monkeypatch.setattr(build, "_LOADED", {})
+    trees = PhraseTrees(head, trie, RANKED, lambda ids: embeddings_of(head)[ids], 9)
+    (tree,) = trees.draft(torch.randn(1, 64), [1], 12)
+    check_tree(tree)
+    assert tree.num_draft_tokens > 0
 
 
 def test_a_ranking_of_all_phrases_leaves_the_drafts_as_they_are():
@@ -224,6 +240,5 @@ def test_what_the_kernels_do_not_take_stays_in_torch(monkeypatch):
     chained = make_head(2, chain_entries=2)
     assert CompiledPhrases.where_possible(chained, trie, entries, None) is None
     assert CompiledPhrases.where_possible(chained, trie, entries, embeddings_of(chained).half()) is None
-    assert CompiledPhrases.where_possible(make_head(2, ranking_width=8), trie, entries) is None
     monkeypatch.setattr(build, "_LOADED", {})
     assert CompiledPhrases.where_possible(make_head(2), trie, entries) is None

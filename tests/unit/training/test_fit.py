@@ -240,8 +240,9 @@ def test_a_ranking_learns_what_the_head_says_and_changes_nothing_about_it(
     for epoch in range(12):
         fit._run_epoch(epoch, None)
     fit.head.eval()
+    after = fit.model(fit.inputs(fit.held_out, rows))
     with torch.no_grad():
-        after = fit.model(fit.inputs(fit.held_out, rows))
+        assert float(fit.model(fit.inputs(fit.held_out, rows)).ranking_loss) == 0
         ranking = fit.head.ranking_scores(fit.head.trunk(fit.inputs(fit.held_out, rows)))
     assert float(after.ranking_loss) < before
     assert (ranking.argmax(-1) == after.phrases.argmax(-1)).float().mean() > 0.9
