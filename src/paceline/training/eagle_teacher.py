@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from paceline.targets.loading import cpu_has_bfloat16
 from paceline.training.eagle_batch import EagleBatch
-from paceline.training.soft_cross_entropy import Finish, soft_cross_entropy
+from paceline.training.soft_cross_entropy import CHUNK, Finish, soft_cross_entropy
 from paceline.vocabularies.output_layer import OutputLayer
 from paceline.vocabularies.speculative import DEFAULT_NUM_CANDIDATES, VocabularyRanking
 
@@ -69,16 +69,21 @@ class EagleTeacher:
     def __init__(self, outputs: EagleOutputs, batch: EagleBatch) -> None:
         self._outputs = outputs
         learned = batch.is_learned.flatten()
+        states = batch.teacher.to(outputs.layer.weight.dtype).flatten(0, 1)[learned]
+        ids = outputs.own_ids
+        num_entries = outputs.layer.num_entries if ids is None else len(ids)
+        choices = torch.empty(len(states), dtype=torch.int64, device=states.device)
+        logits = torch.empty(len(states), num_entries, dtype=torch.bfloat16, device=states.device)
         with torch.no_grad():
-            states = batch.teacher.to(outputs.layer.weight.dtype).flatten(0, 1)[learned]
-            logits = outputs.layer.all_logits(states)
-        # Before rounding: in bf16 near-ties would become ties.
-        choices = logits.argmax(-1)
-        logits = logits.to(torch.bfloat16)
+            # In parts: in fp32 all rows at once would take gigabytes.
+            for rows in torch.split(torch.arange(len(states), device=states.device), CHUNK):
+                part = outputs.layer.all_logits(states[rows])
+                # Before rounding: in bf16 near-ties would become ties.
+                choices[rows] = part.argmax(-1)
+                logits[rows] = (part if ids is None else part[:, ids]).to(torch.bfloat16)
         held = torch.ones_like(learned)
-        if outputs.own_ids is not None:
-            logits = logits[:, outputs.own_ids].contiguous()
-            held[learned] = torch.isin(choices, outputs.own_ids)
+        if ids is not None:
+            held[learned] = torch.isin(choices, ids)
         self.is_held = held.view_as(batch.is_learned)
         # Number among the learned positions of every position of the batch.
         self._numbers = learned.cumsum(0) - 1
@@ -117,7 +122,7 @@ class EagleTeacher:
         """Positions at which the head agrees with the target, and those that the ranking covers."""
         outputs, wanted = self._outputs, self._choices[rows]
         agreed = covered = 0
-        for part, ids in zip(torch.split(states, 256), torch.split(wanted, 256), strict=True):
+        for part, ids in zip(torch.split(states, CHUNK), torch.split(wanted, CHUNK), strict=True):
             if outputs.own_rows is not None and outputs.own_ids is not None:
                 guesses = outputs.own_ids[outputs.own_rows(part).argmax(-1)]
             else:
