@@ -14,6 +14,7 @@ import json
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from paceline.cli.threads import configure_threads
 
@@ -81,6 +82,29 @@ def show(name: str, limits: Relaxation, trial: Trial) -> None:
     )
 
 
+def draw(document: dict[str, Any], path: Path) -> None:
+    """Accepted tokens against what log-probability loses, a line for each limit that is changed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5))
+    for name, curve in document["curves"].items():
+        points = [trial for trial in curve if trial["gain"] and trial["log_prob_change"]]
+        axes.plot(
+            [trial["log_prob_change"]["value"] for trial in points],
+            [trial["gain"]["value"] for trial in points],
+            marker="o",
+            label=name,
+        )
+    axes.set_xlabel("change of log-probability per token")
+    axes.set_ylabel("accepted tokens a round, times strict")
+    axes.grid(alpha=0.4)
+    axes.legend(title="changed")
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+
+
 generator = loaded(arguments.nodes)
 prompts = [
     generator.encode(prompt.turns[0])
@@ -116,3 +140,4 @@ document = {
     "nodes": rows,
 }
 arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+draw(document, arguments.out.with_suffix(".png"))
