@@ -83,7 +83,10 @@ def show(name: str, limits: Relaxation, trial: Trial) -> None:
 
 
 def draw(document: dict[str, Any], path: Path) -> None:
-    """Accepted tokens against what log-probability loses, a line for each limit that is changed."""
+    """Accepted tokens against the regret spent, a line for each limit that is changed.
+
+    Not against the log-probability: on few prompts its noise is larger than the differences.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -91,14 +94,14 @@ def draw(document: dict[str, Any], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(8, 5))
     for name, curve in document["curves"].items():
-        points = [trial for trial in curve if trial["gain"] and trial["log_prob_change"]]
+        points = [trial for trial in curve if trial["gain"]]
         axes.plot(
-            [trial["log_prob_change"]["value"] for trial in points],
+            [trial["regret_per_token"] for trial in points],
             [trial["gain"]["value"] for trial in points],
             marker="o",
             label=name,
         )
-    axes.set_xlabel("change of log-probability per token")
+    axes.set_xlabel("regret spent per token, logits")
     axes.set_ylabel("accepted tokens a round, times strict")
     axes.grid(alpha=0.4)
     axes.legend(title="changed")
