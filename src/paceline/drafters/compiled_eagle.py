@@ -151,7 +151,7 @@ class CompiledEagleLayer:
 
     def _joined(self, *layers: nn.Linear) -> abi.Linear:
         """Several layers of the same input as one."""
-        biases = [layer.bias for layer in layers if layer.bias is not None]
+        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
         weight = torch.cat([layer.weight for layer in layers])
         return self._pack(weight, torch.cat(biases) if biases else None)
 

@@ -143,7 +143,7 @@ class SpeculativeVocabulary:
         if groups is None:
             ids = every = top_ids(ranked, self.num_candidates)
         else:
-            best = (ranked - mass[:, None]).unflatten(0, (groups, -1)).amax(dim=1)
+            best = (ranked - mass[:, None]).view(groups, -1, ranked.shape[1]).amax(dim=1)
             ids = top_ids(best, self.num_candidates)
             every = ids.repeat_interleave(len(narrow) // groups, dim=0)
         share = (log_sum_exp(ranked.gather(1, every)) - mass).clamp(max=0.0)
