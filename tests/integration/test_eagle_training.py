@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from paceline.drafters.eagle import EagleDrafter
 from paceline.drafters.none import NoDrafter
@@ -22,6 +23,7 @@ from paceline.training import distill, eagle_stages
 from paceline.training.eagle_fit import EagleFit
 from paceline.training.eagle_options import EagleTrainingOptions
 from paceline.training.eagle_pipeline import EAGLE_PIPELINE
+from paceline.training.eagle_setup import static_ids
 from paceline.training.phrase_options import PhraseTrainingOptions
 from paceline.training.phrase_pipeline import PHRASE_PIPELINE
 from paceline.training.pipeline import TrainingRun
@@ -155,6 +157,20 @@ def test_a_head_that_is_trained_reduced_has_rows_of_its_own(start: Start, tmp_pa
     assert reported["evaluation"]["static"]["identical_fraction"] == 1.0
     other = start(vocabulary="static", static_entries=31, stop_after="fit").run()
     assert other["fit"]["num_parameters"] > reported["fit"]["num_parameters"], "its fit depends on the subset"
+
+
+def test_rows_keep_the_tokens_they_were_trained_for_when_answers_are_added(
+    start: Start, tmp_path: Path
+) -> None:
+    """Another run in the same folder may add answers between the fit and the stages behind it."""
+    run = start(vocabulary="static", num_tokens=300, stop_after="fit")
+    run.run()
+    (weights,) = run.context.folder.root.glob("eagle3-fit-*/weights.safetensors")
+    trained = load_file(weights)["row_ids"]
+    start(num_tokens=900, stop_after="answers").run()
+    assert static_ids(run.context).entry_ids.tolist() != trained.tolist(), "the case in question"
+    start(vocabulary="static", num_tokens=300).run()
+    assert load_eagle(tmp_path / "head").static_ids.tolist() == trained.tolist()
 
 
 def test_a_full_vocabulary_trains_the_head_alone(start: Start, tmp_path: Path) -> None:
