@@ -190,7 +190,14 @@ class EagleFit:
         place = torch.arange(width, device=embedding.device)
         teacher = EagleTeacher(self.outputs, batch)
         for step, states in enumerate(
-            unroll(self.head, embedding, features, self.options.num_steps, batch.lengths)
+            unroll(
+                self.head,
+                embedding,
+                features,
+                self.options.num_steps,
+                batch.lengths,
+                dtype=self.outputs.product_dtype,
+            )
         ):
             chosen = (batch.is_learned & teacher.is_held & (place >= step)).flatten()
             num_positions = int(chosen.sum())

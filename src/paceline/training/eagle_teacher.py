@@ -36,6 +36,11 @@ class EagleOutputs:
         self.dtype = _working_dtype(layer.weight)
         self.frozen_rows = layer.weight.to(self.dtype)
 
+    @property
+    def product_dtype(self) -> torch.dtype | None:
+        """Of the head's own products: bfloat16 where the output layer's are; its range needs no scaling."""
+        return torch.bfloat16 if self.dtype is torch.bfloat16 else None
+
 
 @dataclass(frozen=True, slots=True)
 class StepLoss:

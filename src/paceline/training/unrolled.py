@@ -21,7 +21,13 @@ STEP_DECAY = 0.8
 
 
 def unroll(
-    head: EagleHead, embedding: Tensor, features: Tensor, num_steps: int, lengths: Tensor | None = None
+    head: EagleHead,
+    embedding: Tensor,
+    features: Tensor,
+    num_steps: int,
+    lengths: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Iterator[EagleStates]:
     """States of successive steps; step i means something from position i on.
 
@@ -33,6 +39,7 @@ def unroll(
         features: [B, T, F, target_hidden_size], of the target at each position.
         num_steps: steps, the first one included.
         lengths: int64 [B], positions of each text; those behind are padding. None: all T.
+        dtype: of the products (mixed precision: weights, residual and norms keep theirs); None: of the head.
 
     Yields:
         States [B, T, D] of one step after the other.
@@ -44,9 +51,13 @@ def unroll(
     if lengths is not None:
         real = positions < lengths[:, None]
     attention = _UnrolledAttention(real)
-    state = head.fuse(features)
+    mixed = torch.autocast(device.type, dtype, enabled=dtype not in (None, head.dtype))
+    with mixed:
+        state = head.fuse(features)
     for step in range(num_steps):
-        found = head(embedding, state, positions, attention.at_step(step))
+        # Left before the step is handed out: what the caller does with it is in the caller's precision.
+        with mixed:
+            found = head(embedding, state, positions, attention.at_step(step))
         yield found
         # Position t goes on from what position t - 1 has just made.
         state = torch.cat([found.fed_back[:, :1] * 0, found.fed_back[:, :-1]], dim=1)
