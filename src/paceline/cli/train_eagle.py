@@ -58,7 +58,7 @@ def eagle3(
     num_steps: Annotated[int, Option(help="Steps of the training-time test.")] = 7,
     step_decay: Annotated[float, Option(help="What a step counts, to the power of its number.")] = 0.8,
     loss_fraction: Annotated[
-        float, Option(help="Share of the positions that the loss of a step is taken at.")
+        float, Option(help="Share of the positions that the loss is taken at, drawn for every batch.")
     ] = 1.0,
     gradient_norm: Annotated[float, Option(help="At which gradients are clipped.")] = 0.5,
     stop_after: Annotated[

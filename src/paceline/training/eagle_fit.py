@@ -54,7 +54,8 @@ class EagleFitOptions:
         batch_tokens: tokens of a step, padding included.
         num_steps: steps of the training-time test.
         step_decay: what a step counts, to the power of its number.
-        loss_fraction: share of the positions that the loss of a step is taken at, drawn anew for each step.
+        loss_fraction: share of the positions that the loss is taken at, drawn anew for every batch; all steps
+            share them, so that the target's distribution is computed there alone.
         gradient_norm: at which gradients are clipped.
         seed: of the order of the texts, and of those positions.
     """
@@ -96,7 +97,7 @@ class _Tally:
 
     num_steps: int = 0
     loss: float = 0.0
-    num_tokens: float = 0.0
+    num_tokens: int = 0
 
 
 class EagleFit:
@@ -188,7 +189,10 @@ class EagleFit:
         features = batch.features.to(self.head.dtype)
         embedding = batch.embedding.to(self.head.dtype)
         place = torch.arange(width, device=embedding.device)
-        teacher = EagleTeacher(self.outputs, batch)
+        learned = batch.is_learned
+        if torch.is_grad_enabled() and self.options.loss_fraction < 1:
+            learned = learned & self._drawn(learned)
+        teacher = EagleTeacher(self.outputs, batch.teacher, learned)
         for step, states in enumerate(
             unroll(
                 self.head,
@@ -199,17 +203,14 @@ class EagleFit:
                 dtype=self.outputs.product_dtype,
             )
         ):
-            chosen = (batch.is_learned & teacher.is_held & (place >= step)).flatten()
-            num_positions = int(chosen.sum())
-            if torch.is_grad_enabled() and self.options.loss_fraction < 1:
-                chosen &= self._drawn(len(chosen), step).to(chosen.device)
-            yield teacher.step_loss(states.final.flatten(0, 1)[chosen], chosen, num_positions)
+            chosen = (teacher.is_taught & (place >= step)).flatten()
+            yield teacher.step_loss(states.final.flatten(0, 1)[chosen], chosen)
 
-    def _drawn(self, num_positions: int, step: int) -> Tensor:
-        """Bool [num_positions]: where the loss is taken; the draw depends on seed and steps alone."""
-        seed = (self.options.seed * 1_000_003 + self.num_steps) * self.options.num_steps + step
-        generator = torch.Generator().manual_seed(seed)
-        return torch.rand(num_positions, generator=generator) < self.options.loss_fraction
+    def _drawn(self, positions: Tensor) -> Tensor:
+        """Bool, shaped like `positions`: where the loss is taken; depends on the seed and the step alone."""
+        generator = torch.Generator().manual_seed(self.options.seed * 1_000_003 + self.num_steps)
+        drawn = torch.rand(positions.shape, generator=generator) < self.options.loss_fraction
+        return drawn.to(positions.device)
 
     def _run_epoch(self, epoch: int, on_step: Callable[[int], None] | None) -> float:
         """One pass; returns the mean loss. The order depends on the seed and the epoch alone."""
@@ -221,10 +222,9 @@ class EagleFit:
                 parameters["lr"] = self.options.learning_rate * self._schedule()
             self.optimizer.zero_grad(set_to_none=True)
             loss = torch.zeros((), device=self.target.device)
-            learned = 0.0
+            learned = 0
             for step, found in enumerate(self.losses(batch)):
-                # Of all positions, not of those that happened to be drawn.
-                learned = max(learned, self.options.loss_fraction * found.num_positions)
+                learned = max(learned, found.num_tokens)
                 weight = self.options.step_decay**step
                 loss = loss + weight * (found.loss + RANKING_SHARE * found.ranking_loss)
                 tally.loss += float(found.loss.detach())

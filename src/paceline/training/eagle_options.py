@@ -37,8 +37,8 @@ class EagleTrainingOptions(TrainingOptions):
         max_len: most tokens of a text, its prompt included.
         num_steps: steps of the training-time test.
         step_decay: what a step counts, to the power of its number.
-        loss_fraction: share of a text's positions that the loss of a step is taken at, drawn anew for each
-            step; the output layer, which costs most, is computed for those alone.
+        loss_fraction: share of the positions that the loss is taken at, drawn anew for every batch; the
+            output layer, which costs most, is computed for those alone.
         gradient_norm: at which gradients are clipped.
     """
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from paceline.targets.loading import cpu_has_bfloat16
-from paceline.training.eagle_batch import EagleBatch
 from paceline.training.soft_cross_entropy import CHUNK, Finish, soft_cross_entropy
 from paceline.vocabularies.output_layer import OutputLayer
 from paceline.vocabularies.speculative import DEFAULT_NUM_CANDIDATES, VocabularyRanking
@@ -50,7 +49,6 @@ class StepLoss:
         loss: fp32 scalar, summed over positions.
         ranking_loss: likewise of the ranking; 0 without one.
         num_tokens: positions that it is taken at.
-        num_positions: those that it could have been taken at.
         num_agreed: those whose likeliest token is the target's; 0 while training.
         num_covered: those whose token the ranking puts among the first 2,048; 0 while training.
     """
@@ -58,23 +56,26 @@ class StepLoss:
     loss: Tensor
     ranking_loss: Tensor
     num_tokens: int
-    num_positions: int
     num_agreed: int = 0
     num_covered: int = 0
 
 
 class EagleTeacher:
-    """The target's distributions of one batch, over the vocabulary in use.
+    """The target's distributions at some positions of a batch, over the vocabulary in use.
 
     Args:
         outputs: what the head's states are scored with.
-        batch: texts.
+        final_states: [B, T, D], the target's, whose logits are what the head should say.
+        positions: bool [B, T], where that is wanted.
+
+    Attributes:
+        is_taught: bool [B, T], those positions without the ones whose token the vocabulary does not hold.
     """
 
-    def __init__(self, outputs: EagleOutputs, batch: EagleBatch) -> None:
+    def __init__(self, outputs: EagleOutputs, final_states: Tensor, positions: Tensor) -> None:
         self._outputs = outputs
-        learned = batch.is_learned.flatten()
-        states = batch.teacher.to(outputs.layer.weight.dtype).flatten(0, 1)[learned]
+        learned = positions.flatten()
+        states = final_states.flatten(0, 1)[learned].to(outputs.layer.weight.dtype)
         ids = outputs.own_ids
         num_entries = outputs.layer.num_entries if ids is None else len(ids)
         choices = torch.empty(len(states), dtype=torch.int64, device=states.device)
@@ -86,21 +87,20 @@ class EagleTeacher:
                 # Before rounding: in bf16 near-ties would become ties.
                 choices[rows] = part.argmax(-1)
                 logits[rows] = (part if ids is None else part[:, ids]).to(torch.bfloat16)
-        held = torch.ones_like(learned)
+        taught = learned.clone()
         if ids is not None:
-            held[learned] = torch.isin(choices, ids)
-        self.is_held = held.view_as(batch.is_learned)
-        # Number among the learned positions of every position of the batch.
+            taught[learned] = torch.isin(choices, ids)
+        self.is_taught = taught.view_as(positions)
+        # Number among the wanted positions of every position of the batch.
         self._numbers = learned.cumsum(0) - 1
         self._logits, self._choices = logits, choices
 
-    def step_loss(self, states: Tensor, chosen: Tensor, num_positions: int) -> StepLoss:
+    def step_loss(self, states: Tensor, chosen: Tensor) -> StepLoss:
         """Loss of some positions.
 
         Args:
             states: [N, D], final ones of the head.
             chosen: bool [B * T], which positions they are.
-            num_positions: of how many they were drawn.
         """
         outputs, rows = self._outputs, self._numbers[chosen]
         if outputs.own_rows is not None:
@@ -120,8 +120,8 @@ class EagleTeacher:
                 narrow, wide, self._logits, rows, bias=outputs.layer.scaled_bias, dtype=outputs.dtype
             )
         if torch.is_grad_enabled():
-            return StepLoss(loss, ranking_loss, len(rows), num_positions)
-        return StepLoss(loss, ranking_loss, len(rows), num_positions, *self._counts(states, rows))
+            return StepLoss(loss, ranking_loss, len(rows))
+        return StepLoss(loss, ranking_loss, len(rows), *self._counts(states, rows))
 
     def _counts(self, states: Tensor, rows: Tensor) -> tuple[int, int]:
         """Positions at which the head agrees with the target, and those that the ranking covers."""

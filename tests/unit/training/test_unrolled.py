@@ -68,3 +68,23 @@ def test_gradients_flow_through_the_steps(head):
     # Step 2 at position 5 is drafted behind pair 3: it has seen features 0 to 3 and no later ones.
     assert reached.tolist() == [True] * 4 + [False] * 5
     assert all(parameter.grad is not None for parameter in head.parameters())
+
+
+def test_mixed_precision_stays_inside_the_steps_and_learns_in_full_precision(head):
+    embedding, features = torch.randn(2, T, D), torch.randn(2, T, F, D)
+    exact = list(unroll(head, embedding, features, 3))
+    mixed = []
+    for states in unroll(head, embedding, features, 3, dtype=torch.bfloat16):
+        assert (embedding[0] @ embedding[0].T).dtype is torch.float32, "the caller computes as before"
+        mixed.append(states)
+    for step, (rough, fine) in enumerate(zip(mixed, exact, strict=True)):
+        assert rough.final.dtype is rough.fed_back.dtype is torch.float32
+        assert not torch.equal(rough.final, fine.final), "products were rounded"
+        torch.testing.assert_close(rough.final[:, step:], fine.final[:, step:], rtol=0.1, atol=0.1)
+    slopes, wanted = [], torch.randn(D)
+    for steps in (mixed, exact):
+        head.zero_grad()
+        sum((states.final[:, i:] @ wanted).mean() for i, states in enumerate(steps)).backward()
+        slopes.append(head.layer.mlp.up_proj.weight.grad.clone())
+    assert slopes[0].dtype is torch.float32
+    assert functional.cosine_similarity(*(s.flatten() for s in slopes), dim=0) > 0.99
