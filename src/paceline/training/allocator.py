@@ -27,3 +27,11 @@ def keep_large_blocks() -> bool:
     except AttributeError:
         return False
     return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, _NEVER))
+
+
+def release_free_pages() -> None:
+    """Give pages that no block uses back to the system, where the C library is glibc."""
+    if sys.platform.startswith("linux"):
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from paceline.errors import CheckpointError
 from paceline.heads.eagle import EagleHead
 from paceline.targets.base import TargetModel
+from paceline.training.allocator import release_free_pages
 from paceline.training.capture import Conversation
 from paceline.training.eagle_batch import EagleBatch, build_batch
 from paceline.training.eagle_states import OnlineStates, StateSource
@@ -41,7 +42,7 @@ RANKING_SHARE = 0.1
 WARM_UP_FRACTION = 0.015
 CHECKPOINT = "checkpoint.pt"
 SAVE_SECONDS = 120.0
-"""How much work an interruption may cost."""
+"""How much work an interruption may cost; free memory is given back as often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +238,7 @@ class EagleFit:
             self.num_steps += 1
             if time.monotonic() - saved > SAVE_SECONDS:
                 self._save()
+                release_free_pages()
                 saved = time.monotonic()
             if on_step is not None:
                 on_step(self.num_steps)
