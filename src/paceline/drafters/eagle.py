@@ -38,6 +38,12 @@ LARGE_TREE, SMALL_TREE = (10, 7), (4, 5)
 """Beam and depth: of the published tree of 60 nodes, and of trees of at most `SMALL_NODES`, whose published
 depth is not known; this one is ours."""
 SMALL_NODES = 16
+LEAST_ALIVE = 0.5
+"""On a CPU: the draft ends where its beam holds less of the likelihood than this. A further level then brings
+fewer tokens than its own time is worth; elsewhere levels cost little, and the answer would be waited for."""
+CHOOSING_LEVELS = 1
+"""Levels of a draft for which a speculated vocabulary chooses its candidates anew; further ones score the
+last choice again, which saves a ranking of the whole vocabulary each (docs/algorithms/eagle.md: the price)."""
 CHUNK = 512
 """Most committed positions that go through the head at once."""
 
@@ -84,6 +90,8 @@ class EagleDrafter:
         vocabulary: what its states are scored with.
         top_k: beam, and successors of each of its nodes; 1 drafts a chain. None: by the size of the tree.
         depth: tokens ahead; likewise.
+        least_alive: see `LEAST_ALIVE`; 0 goes on to `depth`.
+        choosing_levels: see `CHOOSING_LEVELS`.
     """
 
     vocabulary_name: ClassVar[str] = "full"
@@ -97,6 +105,8 @@ class EagleDrafter:
         *,
         top_k: int | None = None,
         depth: int | None = None,
+        least_alive: float = LEAST_ALIVE,
+        choosing_levels: int = CHOOSING_LEVELS,
     ) -> None:
         if min(top_k or 1, depth or 1) < 1 or 0 in (top_k, depth):
             raise ConfigError(f"top_k {top_k}, depth {depth}: both start at 1")
@@ -106,6 +116,8 @@ class EagleDrafter:
         self._vocabulary = vocabulary
         self.top_k = top_k
         self.depth = depth
+        self.least_alive = least_alive
+        self.choosing_levels = choosing_levels
         self.required_features: tuple[int, ...] = config.feature_layers
         self._cache = EagleCache(config.num_kv_heads, config.head_dim, head.dtype, target.device)
         self._compiled = CompiledEagleLayer.where_possible(head)
@@ -241,7 +253,8 @@ class EagleDrafter:
         num_sequences, device = len(sequences), self._target.device
         lengths = torch.tensor([self._cache.lengths[s] for s in sequences])
         firsts = torch.tensor([self._features[s].first for s in sequences])
-        best = self._vocabulary.candidates(last.final[:, 0], num_sequences).best(beam)
+        found = self._vocabulary.candidates(last.final[:, 0], num_sequences)
+        best = found.best(beam)
         width = best.entry_ids.shape[1]
         levels = [_Level(best.entry_ids, best.log_probs, torch.zeros_like(best.entry_ids))]
         chosen = torch.arange(width, device=device).expand(num_sequences, width)
@@ -259,7 +272,9 @@ class EagleDrafter:
             sight = Sight(sequences, starts, lengths[:, None].expand(num_sequences, width), above)
             positions = (firsts + lengths + level_depth - 1)[:, None].expand(num_sequences, width)
             states = self._step(token_ids, state, positions, sight)
-            best = self._vocabulary.candidates(states.final.flatten(0, 1), num_sequences).best(beam)
+            held = found.choice if level_depth >= self.choosing_levels else None
+            found = self._vocabulary.candidates(states.final.flatten(0, 1), num_sequences, held)
+            best = found.best(beam)
             num_next = best.entry_ids.shape[1]
             summed = log_probs[:, :, None] + best.log_probs.view(num_sequences, width, num_next)
             levels.append(
@@ -277,12 +292,15 @@ class EagleDrafter:
         return levels
 
     def _is_done(self, levels: list[_Level], chosen: Tensor, max_nodes: int) -> bool:
-        """Whether nothing further down can be among the likeliest `max_nodes`: likelihoods only fall.
+        """Whether nothing further down can be among the likeliest `max_nodes`, or is worth its time.
 
-        Asked on a CPU alone: elsewhere the answer would have to be waited for.
+        Likelihoods only fall. Asked on a CPU alone: elsewhere the answer would have to be waited for.
         """
         if chosen.device.type != "cpu":
             return False
+        alive = levels[-1].log_probs.gather(1, chosen).exp().sum(dim=1)
+        if bool((alive < self.least_alive).all()):
+            return True
         known = torch.cat([level.log_probs for level in levels], dim=1)
         if known.shape[1] < max_nodes:
             return False

@@ -17,6 +17,20 @@ from paceline.kernels.selection import best_places
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """Entries that were chosen for each of G groups of states.
+
+    Attributes:
+        entry_ids: int64 [G, k].
+        log_share: fp32 [G], logarithm of the share of all mass that they hold, over the states they were
+            chosen by.
+    """
+
+    entry_ids: Tensor
+    log_share: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Candidates:
     """Scored entries of M states.
 
@@ -25,11 +39,13 @@ class Candidates:
         entry_ids: int64 [M, k], or [k] where all states share them; None where they are 0 to k - 1.
         log_normalizer: fp32 [M], logarithm of the summed exponentials of the logits of all entries, those
             that were not scored included.
+        choice: what was chosen for these states, where they share it: it can be given to the next call.
     """
 
     logits: Tensor
     entry_ids: Tensor | None
     log_normalizer: Tensor
+    choice: Choice | None = None
 
     @property
     def log_probs(self) -> Tensor:
@@ -87,11 +103,13 @@ class OutputVocabulary(Protocol):
     def num_candidates(self) -> int:
         """Entries that are scored per state."""
 
-    def candidates(self, hidden: Tensor, num_groups: int = 1) -> Candidates:
+    def candidates(self, hidden: Tensor, num_groups: int = 1, choice: Choice | None = None) -> Candidates:
         """Score the states.
 
         Args:
             hidden: [M, D].
             num_groups: sequences that the states belong to, as many each, one after the other: no state has
                 a say in what is scored for another sequence's.
+            choice: of the same groups, to be scored again instead of choosing anew; vocabularies that choose
+                nothing have none.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from paceline.kernels.selection import log_sum_exp
-from paceline.vocabularies.base import Candidates
+from paceline.vocabularies.base import Candidates, Choice
 from paceline.vocabularies.output_layer import OutputLayer
 
 
@@ -29,7 +29,12 @@ class FullVocabulary:
         """All of them."""
         return self.layer.num_entries
 
-    def candidates(self, hidden: Tensor, num_groups: int = 1) -> Candidates:  # noqa: ARG002
+    def candidates(
+        self,
+        hidden: Tensor,
+        num_groups: int = 1,  # noqa: ARG002
+        choice: Choice | None = None,  # noqa: ARG002
+    ) -> Candidates:
         """[M, D] -> all V logits; ids are implicit."""
         logits = self.layer.all_logits(hidden)
         return Candidates(logits, None, log_sum_exp(logits))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from paceline.errors import ConfigError
 from paceline.kernels.ranking import CompiledRanking, Ranked
 from paceline.kernels.selection import log_sum_exp, top_ids
-from paceline.vocabularies.base import Candidates
+from paceline.vocabularies.base import Candidates, Choice
 from paceline.vocabularies.output_layer import OutputLayer
 
 DEFAULT_NUM_CANDIDATES = 2048
@@ -103,10 +103,16 @@ class SpeculativeVocabulary:
         self._num_candidates = value
 
     @torch.no_grad()
-    def candidates(self, hidden: Tensor, num_groups: int = 1) -> Candidates:
-        """[M, D] -> the k best of the ranking, with exact logits, ids ascending; a group shares them."""
+    def candidates(self, hidden: Tensor, num_groups: int = 1, choice: Choice | None = None) -> Candidates:
+        """[M, D] -> the k best of the ranking, with exact logits, ids ascending; a group shares them.
+
+        States that are scored with an earlier choice take its share of the mass for theirs.
+        """
         groups = num_groups if self.shares_candidates else None
-        if self.num_candidates == self.num_entries:
+        if choice is not None and groups is not None:
+            share = choice.log_share.repeat_interleave(len(hidden) // groups)
+            ranked = Ranked(choice.entry_ids, share)
+        elif self.num_candidates == self.num_entries:
             ranked = self._all_entries(hidden, groups)
         else:
             narrow = self.ranking.down(hidden.to(self.ranking.down.weight.dtype))
@@ -125,8 +131,9 @@ class SpeculativeVocabulary:
             # One group at a time: every row of the output layer is then read once for all of its states.
             parts = zip(hidden.chunk(groups), ids, strict=True)
             logits = torch.cat([self.layer.logits_of(states, own) for states, own in parts])
+            choice = Choice(ids, ranked.log_share.view(groups, -1).mean(dim=1))
             ids = ids.repeat_interleave(len(hidden) // groups, dim=0)
-        return Candidates(logits, ids, log_sum_exp(logits) - ranked.log_share)
+        return Candidates(logits, ids, log_sum_exp(logits) - ranked.log_share, choice)
 
     def _all_entries(self, hidden: Tensor, groups: int | None) -> Ranked:
         """No choice to be made."""

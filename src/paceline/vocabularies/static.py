@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.errors import CheckpointError, ConfigError
 from paceline.kernels.selection import log_sum_exp
-from paceline.vocabularies.base import Candidates
+from paceline.vocabularies.base import Candidates, Choice
 from paceline.vocabularies.output_layer import OutputLayer
 
 
@@ -91,7 +91,12 @@ class StaticVocabulary:
         mask[self.entry_ids] = True
         return mask
 
-    def candidates(self, hidden: Tensor, num_groups: int = 1) -> Candidates:  # noqa: ARG002
+    def candidates(
+        self,
+        hidden: Tensor,
+        num_groups: int = 1,  # noqa: ARG002
+        choice: Choice | None = None,  # noqa: ARG002
+    ) -> Candidates:
         """[M, D] -> S logits, ids shared by all states."""
         logits = self.layer.all_logits(hidden)
         return Candidates(logits, self.entry_ids, log_sum_exp(logits) - math.log(self.coverage))

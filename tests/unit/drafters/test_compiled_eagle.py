@@ -175,10 +175,10 @@ def test_drafts_are_those_of_torch_and_text_is_the_targets(
     config = EagleConfig(kind, size, size, 48, 2, 1, 16, feature_layers=(0, 1) if kind == "eagle3" else ())
     head = head_of(config)
     layer = OutputLayer(target.output_rows.weight * 3.0)
-    compiled = EagleDrafter(target, head, FullVocabulary(layer), **shape)
+    compiled = EagleDrafter(target, head, FullVocabulary(layer), least_alive=0.0, **shape)
     assert compiled._compiled is not None
     monkeypatch.setattr(CompiledEagleLayer, "where_possible", lambda _: None)
-    plain = EagleDrafter(target, head, FullVocabulary(layer), **shape)
+    plain = EagleDrafter(target, head, FullVocabulary(layer), least_alive=0.0, **shape)
     assert plain._compiled is None
     asked = SamplingParameters(max_new_tokens=24)
     found = []

@@ -15,6 +15,7 @@ from paceline.drafters.eagle import EagleDrafter
 from paceline.drafters.eagle_vocabularies import output_layer_of
 from paceline.drafters.none import NoDrafter
 from paceline.engine.generator import Generator
+from paceline.engine.prefill import FixedPace
 from paceline.errors import CheckpointError, ConfigError
 from paceline.heads.eagle import EagleConfig, EagleHead
 from paceline.heads.eagle_folder import LoadedEagle, save_eagle
@@ -54,6 +55,7 @@ def layer_of(target) -> OutputLayer:
 
 
 def drafter_of(target, kind="eagle3", vocabulary=None, **shape) -> EagleDrafter:
+    shape = {"least_alive": 0.0, **shape}
     return EagleDrafter(
         target, head_of(target, kind), vocabulary or FullVocabulary(layer_of(target)), **shape
     )
@@ -115,6 +117,60 @@ def path_log_prob(target, head, layer, kind, ids, path):
     return total
 
 
+@pytest.mark.parametrize("choosing_levels", [1, 2, 9])
+def test_a_speculated_vocabulary_chooses_anew_as_often_as_asked(target_of, tokenizer, choosing_levels):
+    target = target_of("llama")
+    vocabulary = vocabularies(target)["speculative, shared"]
+    given, real = [], vocabulary.candidates
+
+    def watched(hidden, num_groups=1, choice=None):
+        found = real(hidden, num_groups, choice)
+        given.append((choice, found))
+        return found
+
+    vocabulary.candidates = watched
+    drafter = drafter_of(target, vocabulary=vocabulary, top_k=2, depth=4, choosing_levels=choosing_levels)
+    generator = generator_with(target, tokenizer, drafter)
+    sequences = [
+        generator.open(list(prompt), SamplingParameters(max_new_tokens=40)).sequence for prompt in PROMPTS
+    ]
+    for _ in range(2):
+        generator.engine.round()
+    given.clear()
+    drafter.propose(sequences, 24)
+    assert [choice is not None for choice, _ in given] == [
+        level >= choosing_levels for level in range(len(given))
+    ]
+    for (choice, found), (_, before) in zip(given[1:], given, strict=False):
+        if choice is not None:
+            assert torch.equal(found.choice.entry_ids, before.choice.entry_ids)
+            assert found.log_probs.exp().sum(-1).max() <= 1 + 1e-5
+    assert len(given) == 4
+
+
+def test_a_draft_ends_where_little_of_the_likelihood_is_left(target_of, tokenizer):
+    target = target_of("llama")
+    asked = SamplingParameters(max_new_tokens=40)
+
+    def drafted(least_alive):
+        drafter = drafter_of(target, top_k=2, depth=6, least_alive=least_alive)
+        generator = generator_with(target, tokenizer, drafter)
+        sequence = generator.open(list(PROMPTS[1]), asked).sequence
+        for _ in range(3):
+            generator.engine.round()
+        (tree,) = drafter.propose([sequence], 24)
+        return tree
+
+    whole = drafted(0.0)
+    assert int(whole.depths.max()) == 6
+    assert int(drafted(1.1).depths.max()) == 1, "no beam holds more than everything"
+    alive = float(sum(sorted(whole.node_values[whole.depths == 3].tolist())[-2:]))
+    short = drafted(alive + 1e-4)
+    assert int(short.depths.max()) == 3
+    kept = whole.depths <= 3
+    assert torch.equal(short.token_ids, whole.token_ids[kept]), "what is drafted is drafted as before"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_node_is_worth_the_likelihood_of_its_path(target_of, tokenizer, kind):
     target = target_of("llama")
@@ -148,7 +204,7 @@ def test_the_cache_holds_what_the_targets_features_give(target_of, tokenizer, ki
     target = target_of("llama")
     drafter = drafter_of(target, kind, top_k=3, depth=3)
     generator = generator_with(target, tokenizer, drafter)
-    generator.engine.prefill_chunk = prefill_chunk
+    generator.engine.pace = FixedPace(prefill_chunk)
     sequence = generator.open(list(PROMPTS[2]), SamplingParameters(max_new_tokens=30)).sequence
     while len(sequence.output_ids) < 20:
         generator.engine.round()
@@ -252,7 +308,7 @@ def test_a_tree_may_be_deeper_than_the_steps_that_were_trained(
     """Row 11 of the public faults: one layer drafts any number of steps, seven were trained."""
     target = target_of("llama")
     drafter = EagleDrafter.build(target, folder_of(), 16)
-    drafter.top_k, drafter.depth = top_k, depth
+    drafter.top_k, drafter.depth, drafter.least_alive = top_k, depth, 0.0
     generator = generator_with(target, tokenizer, drafter)
     asked = SamplingParameters(max_new_tokens=NUM_NEW)
     sequence = generator.open(list(PROMPTS[2]), asked).sequence
