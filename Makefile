@@ -10,7 +10,7 @@ OLD_VENV := build/venv-transformers-$(OLD_TRANSFORMERS)
 # Tests share their cores with other work: threads that wait should sleep, not spin.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: install peers demo test lint format check-bf16 check-transformers clean
+.PHONY: install peers demo test soak lint format check-bf16 check-transformers clean
 
 install: $(VENV)/.installed
 
@@ -47,6 +47,10 @@ format: install
 # Answers are kept in out/check-bf16, so an interrupted check goes on.
 check-bf16: install
 	$(BIN)/paceline check --dtype bf16 --limit 100 --max-new-tokens 128 --out out/check-bf16
+
+# 200 requests from 16 clients, some of them rude (make test sends 48).
+soak: install
+	PACELINE_SOAK_REQUESTS=200 $(BIN)/python -m pytest tests/e2e/test_soak.py
 
 # The tests that touch transformers, on the oldest release that is supported (install covers the newest).
 check-transformers: $(OLD_VENV)/.installed

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         ShapeError,
         UnsupportedFeatureError,
     )
+    from paceline.grammar import Grammar
     from paceline.integrations.transformers import custom_generate
     from paceline.relaxation import Relaxation
     from paceline.sampling import SamplingParameters
@@ -38,6 +39,7 @@ _HOMES = {
     "GenerationResult": "paceline.engine.generator",
     "GenerationStatistics": "paceline.engine.stats",
     "Generator": "paceline.engine.generator",
+    "Grammar": "paceline.grammar",
     "IncompatibleModelError": "paceline.errors",
     "MissingDependencyError": "paceline.errors",
     "PacelineError": "paceline.errors",
@@ -59,6 +61,7 @@ __all__ = [
     "GenerationResult",
     "GenerationStatistics",
     "Generator",
+    "Grammar",
     "IncompatibleModelError",
     "MissingDependencyError",
     "PacelineError",

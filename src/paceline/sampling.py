@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
 from paceline.errors import ConfigError, RequestError
+from paceline.grammar import Grammar
 from paceline.relaxation import DEFAULT_RELAXATION, Relaxation
 
 MIN_TEMPERATURE = 1e-37
@@ -43,6 +44,8 @@ class SamplingParameters:
         logprobs: number of alternatives to report beside each emitted token's log-probability; None reports
             nothing.
         relaxation: limits of lossy verifiers; the others ignore it.
+        grammar: what texts the answer may be; needs an end-of-sequence id. Bans of this request that would
+            leave none of what it allows, `min_new_tokens` behind a complete text among them, give way to it.
     """
 
     max_new_tokens: int | None = 256
@@ -64,6 +67,7 @@ class SamplingParameters:
     no_repeat_ngram_size: int = 0
     logprobs: int | None = None
     relaxation: Relaxation = DEFAULT_RELAXATION
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         """Refuse values out of range, naming the field, the value and the range."""
@@ -79,6 +83,7 @@ class SamplingParameters:
         # Callers without a type checker pass a text or a number where a sequence is meant.
         bad_words: tuple[object, ...] = self.bad_words
         relaxation: object = self.relaxation
+        grammar: object = self.grammar
         return [
             (
                 "max_new_tokens",
@@ -105,6 +110,7 @@ class SamplingParameters:
                 "a list of non-empty strings",
             ),
             ("relaxation", isinstance(relaxation, Relaxation), "a Relaxation"),
+            ("grammar", grammar is None or isinstance(grammar, Grammar), "a Grammar, or None"),
             (
                 "bad_words",
                 all(not isinstance(ids, str | int) and ids for ids in bad_words),

@@ -129,6 +129,7 @@ class Sequence:
         eos_token_ids: ids that end the text (resolved: never None).
         context_len: most tokens, prompt included, that the target can hold.
         seed: key of the request's randomness (resolved).
+        max_draft_tokens: most drafted nodes a round; None leaves it to the engine.
         find_stop: called with the emitted ids; returns how many of them to keep when a stop string is
             complete,
             None otherwise. Absent without stop strings.
@@ -136,6 +137,7 @@ class Sequence:
         finish_reason: None while running.
         log_probs: one entry per emitted token when asked for.
         regret_spent: of all relaxed tokens that were emitted, in logits: the ledger of budgeted verification.
+        error: why the engine let go of it unfinished: a grammar that cannot be followed any further.
     """
 
     prompt_ids: list[int]
@@ -144,10 +146,12 @@ class Sequence:
     context_len: int
     seed: int
     find_stop: Callable[[list[int], int], int | None] | None = None
+    max_draft_tokens: int | None = None
     output_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     log_probs: list[TokenLogProb] = field(default_factory=list)
     regret_spent: float = 0.0
+    error: RequestError | None = None
 
     def __post_init__(self) -> None:
         """Refuse prompts that leave no room for a token."""
@@ -178,7 +182,7 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         """Whether no more tokens will be added."""
-        return self.finish_reason is not None
+        return self.finish_reason is not None or self.error is not None
 
     @property
     def room(self) -> int:

@@ -13,6 +13,7 @@ from conftest import PROMPTS
 from paceline.drafters.phrase import PhraseDrafter
 from paceline.engine.generator import Generator
 from paceline.engine.load import load
+from paceline.engine.prefill import FixedPace
 from paceline.errors import IncompatibleModelError, UnsupportedFeatureError
 from paceline.sampling import SamplingParameters
 from paceline.sequence import Segment, Sequence
@@ -253,7 +254,7 @@ def test_the_phrase_drafter_keeps_states_of_a_fresh_run_over_the_accepted_tokens
     target = target_of("llama")
     drafter = PhraseDrafter.build(target, phrase_head_of("llama"), 4)
     generator = Generator(target, tokenizer, drafter, num_speculative_tokens=4)
-    generator.engine.prefill_chunk = prefill_chunk
+    generator.engine.pace = FixedPace(prefill_chunk)
     answers = [generator.open(list(p), SamplingParameters(max_new_tokens=20)) for p in PROMPTS]
     num_accepted = num_checked = 0
     while generator.engine.has_work:

@@ -9,6 +9,7 @@ from conftest import PROMPTS
 from paceline.bench.near_ties import first_difference, logit_gaps, width_noise
 from paceline.drafters.prompt_lookup import PromptLookupDrafter
 from paceline.engine.generator import Generator
+from paceline.engine.prefill import FixedPace
 from paceline.sampling import SamplingParameters
 from paceline.testing import ReplayDrafter
 from stub_target import StubTarget, scripted_law
@@ -170,6 +171,6 @@ def test_prompt_is_cut_alike_with_and_without_drafting(generator_of, target_of, 
     firsts = []
     for drafter in (ReplayDrafter({}, 0), PhraseDrafter.build(target, phrase_head_of("llama"), 12)):
         generator = Generator(target, tokenizer, drafter)
-        generator.engine.prefill_chunk = 16
+        generator.engine.pace = FixedPace(16)
         firsts.append(generator.generate(PROMPTS[2], parameters).log_probs[0])
     assert firsts[0] == firsts[1]

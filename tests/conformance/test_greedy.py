@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from conftest import PROMPTS
+from paceline.engine.prefill import FixedPace
 from paceline.sampling import SamplingParameters
 from paceline.testing import TINY_ARCHITECTURES, ReplayDrafter, greedy_oracle, tiny_model
 
@@ -85,6 +86,6 @@ def test_both_attention_implementations_agree_with_the_oracle(name, attention, g
 
 def test_prompt_in_chunks_equals_the_prompt_in_one_piece(architecture, generator_of, oracle_of):
     generator = generator_of(architecture)
-    generator.engine.prefill_chunk = 7
+    generator.engine.pace = FixedPace(7)
     result = generator.generate(PROMPTS[2], GREEDY)
     assert list(result.token_ids) == oracle_of(architecture, tuple(PROMPTS[2]), NUM_NEW)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from conftest import PROMPTS
 from paceline.engine.generator import Generator
+from paceline.engine.prefill import FixedPace
 from paceline.sampling import SamplingParameters
 from paceline.sequence import Sequence
 from paceline.testing import TINY_VOCAB, greedy_oracle
@@ -184,7 +185,7 @@ def test_invariants_hold_after_every_round(architecture, target_of, oracle_of, t
         recorded = {tuple(p): e.token_ids for p, e in zip(prompts, expected, strict=True)}
         drafter = RandomTreeDrafter(recorded, seed, target.model)
         generator = Generator(target, tokenizer, drafter, num_speculative_tokens=12, max_batch_size=2)
-        generator.engine.prefill_chunk = prefill_chunk
+        generator.engine.pace = FixedPace(prefill_chunk)
         assert run_and_check(generator, prompts, asked) == expected
         assert drafter.num_nodes_checked > 0
         assert not target._slots

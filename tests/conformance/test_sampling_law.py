@@ -12,6 +12,7 @@ from conftest import PROMPTS
 from paceline.drafters.none import NoDrafter
 from paceline.drafters.phrase import PhraseDrafter
 from paceline.drafters.prompt_lookup import PromptLookupDrafter
+from paceline.engine.prefill import FixedPace
 from paceline.engine.speculate import SpeculativeEngine
 from paceline.sampling import SamplingParameters
 from paceline.sequence import Sequence
@@ -127,7 +128,7 @@ def test_text_of_a_seed_is_the_same_with_every_drafter_tree_and_company(
     accepted = []
     for drafter in drafters:
         generator = generator_of(architecture, drafter, max_batch_size=2)
-        generator.engine.prefill_chunk = 16
+        generator.engine.pace = FixedPace(16)
         alone = [generator.generate(prompt, SAMPLED) for prompt in PROMPTS]
         company = generator.generate_batch(
             [*PROMPTS, PROMPTS[0]], [SAMPLED] * 3 + [replace(SAMPLED, seed=5, temperature=2.0)]

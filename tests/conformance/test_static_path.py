@@ -14,6 +14,7 @@ from paceline.drafters.phrase import PhraseDrafter
 from paceline.drafters.prompt_lookup import PromptLookupDrafter
 from paceline.engine.conversation import Conversation
 from paceline.engine.generator import Generator
+from paceline.engine.prefill import FixedPace
 from paceline.heads.checkpoint import LoadedHead
 from paceline.heads.phrase import PhraseHead, PhraseHeadConfig
 from paceline.sampling import SamplingParameters
@@ -86,7 +87,7 @@ def test_every_architecture_writes_the_ids_of_generate(architecture, tokenizer):
     generator = Generator(
         target_of(architecture), tokenizer, drafters_of(architecture)["tree"], max_batch_size=3
     )
-    generator.engine.prefill_chunk = 7
+    generator.engine.pace = FixedPace(7)
     lengths = [9, NUM_NEW, 13, 5, NUM_NEW]
     parameters = [SamplingParameters(max_new_tokens=length) for length in lengths]
     results = generator.generate_batch(ALL_PROMPTS, parameters)

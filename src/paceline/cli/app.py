@@ -13,6 +13,7 @@ from paceline.cli.doctor import doctor
 from paceline.cli.export import export
 from paceline.cli.generate import generate
 from paceline.cli.heads import heads
+from paceline.cli.serve import serve
 from paceline.cli.train import train_app
 from paceline.cli.version import version
 
@@ -26,7 +27,7 @@ def build_app() -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    for command in (generate, chat, demo, bench, calibrate, check, heads, export, doctor, version):
+    for command in (generate, chat, serve, demo, bench, calibrate, check, heads, export, doctor, version):
         app.command()(command)
     app.add_typer(train_app, name="train")
     return app

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
@@ -68,8 +68,12 @@ class ModelOptions:
         ),
     ] = False
 
-    def load(self) -> Generator:
-        """The generator that these options describe; long steps are told on standard error."""
+    def load(self, **settings: Any) -> Generator:
+        """The generator that these options describe; long steps are told on standard error.
+
+        Args:
+            settings: further arguments of `paceline.load`.
+        """
         import paceline
 
         return paceline.load(
@@ -83,6 +87,7 @@ class ModelOptions:
             execution=self.execution,
             trust_remote_code=self.trust_remote_code,
             progress=notice,
+            **settings,
         )
 
 

@@ -12,24 +12,12 @@ from paceline.targets.base import TargetModel, TargetOutput
 from paceline.tree import DraftTree
 
 
-class Drafter(Protocol):
-    """Guesses how sequences go on. A root-only tree is always a legal answer.
+class DraftProposer(Protocol):
+    """What the engine asks of a drafter. A root-only tree is always a legal answer."""
 
-    Attributes:
-        required_features: layers of the target whose inputs `observe` reads.
-    """
-
-    required_features: tuple[int, ...]
-
-    @classmethod
-    def build(cls, target: TargetModel, head: Path | None, num_speculative_tokens: int) -> Self:
-        """Make a drafter for `target`.
-
-        Args:
-            target: the model that will verify.
-            head: folder of a trained draft head; drafters without one refuse it.
-            num_speculative_tokens: most nodes that will be asked for in a round.
-        """
+    @property
+    def required_features(self) -> tuple[int, ...]:
+        """Layers of the target whose inputs `observe` reads."""
 
     def propose(self, sequences: Seq[Sequence], max_nodes: int) -> list[DraftTree]:
         """One tree per sequence, rooted at its newest token, of at most `max_nodes` drafted nodes."""
@@ -44,6 +32,20 @@ class Drafter(Protocol):
 
     def release(self, sequence: Sequence) -> None:
         """Forget a sequence; unknown ones are fine."""
+
+
+class Drafter(DraftProposer, Protocol):
+    """Guesses how sequences go on, and can be asked for by name."""
+
+    @classmethod
+    def build(cls, target: TargetModel, head: Path | None, num_speculative_tokens: int) -> Self:
+        """Make a drafter for `target`.
+
+        Args:
+            target: the model that will verify.
+            head: folder of a trained draft head; drafters without one refuse it.
+            num_speculative_tokens: most nodes that will be asked for in a round.
+        """
 
 
 def refuse_head(drafter: str, head: Path | None) -> None:

@@ -43,7 +43,7 @@ LEAST_ALIVE = 0.5
 fewer tokens than its own time is worth; elsewhere levels cost little, and the answer would be waited for."""
 CHOOSING_LEVELS = 1
 """Levels of a draft for which a speculated vocabulary chooses its candidates anew; further ones score the
-last choice again, which saves a ranking of the whole vocabulary each (docs/algorithms/eagle.md: the price)."""
+last choice again, which saves rankings of the whole vocabulary (docs/algorithms/eagle.md: the price)."""
 CHUNK = 512
 """Most committed positions that go through the head at once."""
 

@@ -23,6 +23,8 @@ class Conversation:
         system: first message, when given.
 
     Attributes:
+        drafter: of the next turns, of several that the generator has loaded; None: its first.
+        verifier: of the next turns; None: the generator's.
         messages: the conversation, newest last; an interrupted answer stays as far as it came.
         num_reused_tokens: cached tokens that the newest turn did not have to read again.
     """
@@ -32,6 +34,8 @@ class Conversation:
     ) -> None:
         self.generator = generator
         self.parameters = parameters or generator.default_parameters
+        self.drafter: str | None = None
+        self.verifier: str | None = None
         self.messages: list[Message] = []
         self.num_reused_tokens = 0
         self._system = system
@@ -68,7 +72,14 @@ class Conversation:
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt_ids = self.generator.encode_chat(messages)
-        answer = self.generator.open(prompt_ids, self.parameters, former=self._former, keeps_cache=True)
+        answer = self.generator.open(
+            prompt_ids,
+            self.parameters,
+            former=self._former,
+            keeps_cache=True,
+            drafter=self.drafter,
+            verifier=self.verifier,
+        )
         self._former = None
         self.num_reused_tokens = self.generator.target.cached_len(answer.sequence)
         self.messages = messages

@@ -15,9 +15,11 @@ from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 from paceline.config import DEFAULT_NUM_SPECULATIVE_TOKENS
-from paceline.drafters.base import Drafter
+from paceline.drafters.base import DraftProposer
 from paceline.engine.detokenizer import IncrementalDetokenizer
+from paceline.engine.grammar import GrammarTokenizer
 from paceline.engine.node_budget import NodeBudget
+from paceline.engine.prefill import PREFILL_CHUNK, PrefillPace
 from paceline.engine.speculate import RoundOutcome, SpeculativeEngine
 from paceline.engine.stats import GenerationStatistics, StatisticsRecorder
 from paceline.engine.stop_strings import StopChecker
@@ -64,6 +66,8 @@ class StreamEvent:
             lossy verifier kept although it would not, or the target itself (recovered or bonus).
         num_draft_tokens: nodes drafted in this round.
         result: set on the last event only.
+        outcome: the round itself: the draft tree, what was kept of it, and times.
+        log_probs: of the new ids, where the request asks for them.
     """
 
     text: str
@@ -71,6 +75,8 @@ class StreamEvent:
     origins: tuple[Origin, ...]
     num_draft_tokens: int
     result: GenerationResult | None
+    outcome: RoundOutcome
+    log_probs: tuple[TokenLogProb, ...] = ()
 
 
 class Generator:
@@ -85,19 +91,21 @@ class Generator:
         verifier: registered name for every request; None chooses by temperature.
         num_speculative_tokens: most drafted nodes per round; `auto` lets the node budget decide.
         max_batch_size: requests decoded at once.
+        prefill_chunk: most prompt tokens of one forward, or what decides it.
     """
 
     def __init__(
         self,
         target: TargetModel,
         tokenizer: Any,
-        drafter: Drafter,
+        drafter: DraftProposer,
         *,
         default_parameters: SamplingParameters | None = None,
         eos_token_ids: Seq[int] = (),
         verifier: str | None = None,
         num_speculative_tokens: int | str | NodeBudget = DEFAULT_NUM_SPECULATIVE_TOKENS,
         max_batch_size: int = 16,
+        prefill_chunk: int | PrefillPace = PREFILL_CHUNK,
     ) -> None:
         self.target = target
         self.tokenizer = tokenizer
@@ -109,7 +117,12 @@ class Generator:
         # Sequence -> its answer, as long as somebody holds the answer.
         self._answers: WeakValueDictionary[Sequence, Answer] = WeakValueDictionary()
         self.engine = SpeculativeEngine(
-            target, drafter, num_speculative_tokens=num_speculative_tokens, max_batch_size=max_batch_size
+            target,
+            drafter,
+            num_speculative_tokens=num_speculative_tokens,
+            max_batch_size=max_batch_size,
+            prefill_chunk=prefill_chunk,
+            grammars=GrammarTokenizer(tokenizer, target.vocab_size),
         )
 
     @property
@@ -130,12 +143,20 @@ class Generator:
             return [int(i) for i in self.tokenizer(prompt)["input_ids"]]
         return self.encode_chat([{"role": "user", "content": prompt}])
 
-    def encode_chat(self, messages: Seq[Message]) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's turn."""
+    def encode_chat(
+        self, messages: Seq[Mapping[str, Any]], *, tools: Seq[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's turn.
+
+        Args:
+            messages: `{"role", "content"}` and whatever else the model's chat template reads.
+            tools: functions that may be called, as OpenAI's API describes them.
+        """
         if not self.has_chat_template:
             raise RequestError("this model has no chat template: give the conversation as one raw prompt")
         ids = self.tokenizer.apply_chat_template(
             [dict(message) for message in messages],
+            tools=None if tools is None else [dict(tool) for tool in tools],
             add_generation_prompt=True,
             tokenize=True,
             return_dict=False,
@@ -200,12 +221,18 @@ class Generator:
         *,
         former: Answer | None = None,
         keeps_cache: bool = False,
+        verifier: str | None = None,
+        drafter: str | None = None,
+        max_draft_tokens: int | None = None,
     ) -> Answer:
         """Submit one prompt to the engine (the server and the conversation build on this).
 
         Args:
             prompt_ids: the prompt.
             parameters: how to answer it.
+            verifier: instead of the generator's.
+            drafter: of several that are loaded; by default the first of them.
+            max_draft_tokens: most drafted nodes a round, within what the generator drafts.
             former: finished answer, opened with `keeps_cache`, whose cache is reused as far as the ids agree.
             keeps_cache: keep the cache after the end until it is reused or released.
         """
@@ -222,10 +249,12 @@ class Generator:
             self.target.context_len,
             seed=secrets.randbits(63) if parameters.seed is None else parameters.seed,
             find_stop=checker.find_stop if checker else None,
+            max_draft_tokens=max_draft_tokens,
         )
         self.engine.submit(
             sequence,
-            verifier=self.verifier,
+            verifier=verifier or self.verifier,
+            drafter=drafter,
             former=former.sequence if former else None,
             keeps_cache=keeps_cache,
         )
@@ -236,12 +265,18 @@ class Generator:
         """Advance the engine until the given answers are complete; closing the iterator cancels them.
 
         A round advances all open answers, those of other iterators too: their events wait for their reader.
+
+        Raises:
+            RequestError: one of these answers cannot be served any further.
         """
         try:
             while True:
                 for index, answer in enumerate(answers):
                     while answer.events:
                         yield IndexedEvent(index, answer.events.popleft())
+                error = next((a.sequence.error for a in answers if a.sequence.error is not None), None)
+                if error is not None:
+                    raise error
                 if all(answer.sequence.is_finished for answer in answers):
                     return
                 for outcome in self.engine.round():
@@ -299,6 +334,10 @@ class Answer:
             tuple(origins),
             outcome.tree.num_draft_tokens,
             self._result() if self.sequence.is_finished else None,
+            outcome,
+            tuple(self.sequence.log_probs[len(self.sequence.log_probs) - len(ids) :])
+            if self.sequence.log_probs
+            else (),
         )
 
     def _result(self) -> GenerationResult:

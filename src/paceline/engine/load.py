@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.config import AUTO_WIDTH, EXECUTIONS, check_known, read_width
 from paceline.errors import ConfigError, UnsupportedFeatureError
-from paceline.registry import drafter_class, verifier_class
+from paceline.registry import NamedDrafter, drafter_class, split_drafter, verifier_class
 
 if TYPE_CHECKING:
+    from paceline.drafters.base import DraftProposer
     from paceline.engine.generator import Generator
+    from paceline.targets.base import TargetModel
 
 
 def load(
@@ -20,12 +23,14 @@ def load(
     model: Any = None,
     tokenizer: Any = None,
     drafter: str = "phrase",
+    other_drafters: Seq[str] = (),
     head: str | Path | None = None,
     verifier: str | None = None,
     dtype: str = "auto",
     device: str = "auto",
     num_speculative_tokens: int | str = AUTO_WIDTH,
     max_batch_size: int = 16,
+    prefill_seconds: float | None = None,
     execution: str = "auto",
     keep_model: bool = False,
     trust_remote_code: bool = False,
@@ -38,6 +43,8 @@ def load(
         model: a Hugging Face causal LM already in memory, instead of `target`; it is shared, not copied.
         tokenizer: its tokenizer.
         drafter: registered drafter: `none`, `prompt_lookup`, `phrase`.
+        other_drafters: further ones, `NAME` or `NAME:FOLDER` of a head, that a request may choose by their
+            registered name instead; `none` is always among them then.
         head: folder of a trained head; by default the shipped head for this target.
         verifier: registered verifier; by default `greedy` at temperature 0 and `sampling` above.
         dtype: `auto`, `fp32`, `bf16` or `fp16`.
@@ -45,6 +52,8 @@ def load(
         num_speculative_tokens: most drafted nodes per round and sequence; `auto` drafts what this machine
             can verify at a profit.
         max_batch_size: requests decoded at once.
+        prefill_seconds: about how long a piece of a prompt may hold up the answers of others; None reads as
+            much at once as is fastest.
         execution: `fast` runs compiled kernels on packed weights on a CPU and captured forwards on CUDA,
             `eager` the model's own forward. `auto` is `fast` where this machine and this model allow it; for
             a model in memory it is `eager`, since packing makes a second copy of its weights and captured
@@ -60,6 +69,7 @@ def load(
     from paceline.engine.generator import Generator
     from paceline.engine.model_defaults import default_parameters, eos_token_ids
     from paceline.engine.node_budget import budget_of
+    from paceline.engine.prefill import PREFILL_CHUNK, TimedPace
     from paceline.targets.huggingface import HuggingFaceTarget, WeightsDroppedError
     from paceline.targets.loading import LoadedModel, load_model, target_fingerprint
     from paceline.targets.sources import resolve_target
@@ -68,7 +78,9 @@ def load(
         raise ConfigError("give either a target's name or a model in memory (model=, tokenizer=), not both")
     check_known("execution", execution, EXECUTIONS)
     read_width(num_speculative_tokens)
-    build_drafter = drafter_class(drafter)
+    drafter_class(drafter)
+    for other in other_drafters:
+        split_drafter(other)
     if verifier is not None:
         verifier_class(verifier)
 
@@ -107,13 +119,30 @@ def load(
     return Generator(
         frozen,
         tokenizer,
-        build_drafter.build(frozen, None if head is None else Path(head), budget.max_nodes),
+        _drafters(drafter, None if head is None else Path(head), other_drafters, frozen, budget.max_nodes),
         default_parameters=default_parameters(model),
         eos_token_ids=eos_token_ids(model, tokenizer),
         verifier=verifier,
         num_speculative_tokens=budget,
         max_batch_size=max_batch_size,
+        prefill_chunk=PREFILL_CHUNK if prefill_seconds is None else TimedPace(prefill_seconds),
     )
+
+
+def _drafters(
+    name: str, head: Path | None, others: Seq[str], target: TargetModel, max_nodes: int
+) -> DraftProposer:
+    """The drafter, or several that requests choose from."""
+    from paceline.drafters.switching import SwitchingDrafter
+
+    first: DraftProposer = drafter_class(name).build(target, head, max_nodes)
+    if not others:
+        return first
+    parts: dict[str, DraftProposer] = {name: first}
+    for named in [split_drafter(text) for text in others] + [NamedDrafter("none", None)]:
+        if named.name not in parts:
+            parts[named.name] = drafter_class(named.name).build(target, named.head, max_nodes)
+    return SwitchingDrafter(parts, name)
 
 
 def _check_model_in_memory(model: Any, tokenizer: Any, dtype: str, device: str) -> None:

@@ -15,6 +15,7 @@ Drafter `none` proposes root-only trees, so plain decoding is this same loop.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from time import perf_counter
@@ -23,19 +24,23 @@ import torch
 from torch import Tensor
 
 from paceline.config import DEFAULT_NUM_SPECULATIVE_TOKENS
-from paceline.drafters.base import Drafter
+from paceline.drafters.base import DraftProposer
+from paceline.drafters.switching import SwitchingDrafter
+from paceline.engine.grammar import GrammarTokenizer
 from paceline.engine.log_probs import token_log_probs
 from paceline.engine.node_budget import NodeBudget, budget_of
+from paceline.engine.prefill import PREFILL_CHUNK, FixedPace, PrefillPace
 from paceline.engine.processors import TreeProcessor, build_processors
 from paceline.engine.stats import RoundTiming
-from paceline.errors import ConfigError, ShapeError
+from paceline.errors import ConfigError, RequestError, ShapeError
 from paceline.registry import verifier_class
 from paceline.sequence import Segment, Sequence, VerifyResult
 from paceline.targets.base import TargetModel
 from paceline.tree import DraftTree
 from paceline.verifiers.base import Verifier
 
-PREFILL_CHUNK = 512
+MAX_PASSED_OVER = 3
+"""Pieces of shorter prompts that are read in a row while a longer one waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,34 +77,34 @@ class SpeculativeEngine:
         drafter: proposes the trees.
         num_speculative_tokens: most drafted nodes per sequence and round, or the budget that decides.
         max_batch_size: sequences that run at once; others wait in order.
-        prefill_chunk: most prompt tokens of one forward.
+        prefill_chunk: most prompt tokens of one forward, or what decides it.
+        grammars: for requests with a grammar; they are refused without it.
     """
 
     def __init__(
         self,
         target: TargetModel,
-        drafter: Drafter,
+        drafter: DraftProposer,
         *,
         num_speculative_tokens: int | str | NodeBudget = DEFAULT_NUM_SPECULATIVE_TOKENS,
         max_batch_size: int = 16,
-        prefill_chunk: int = PREFILL_CHUNK,
+        prefill_chunk: int | PrefillPace = PREFILL_CHUNK,
+        grammars: GrammarTokenizer | None = None,
     ) -> None:
         budget = (
             budget_of(num_speculative_tokens, target)
             if isinstance(num_speculative_tokens, int | str)
             else num_speculative_tokens
         )
-        for name, value, least in (
-            ("max_batch_size", max_batch_size, 1),
-            ("prefill_chunk", prefill_chunk, 1),
-        ):
-            if value < least:
-                raise ConfigError(f"{name} is {value}: it must be at least {least}")
+        if max_batch_size < 1:
+            raise ConfigError(f"max_batch_size is {max_batch_size}: it must be at least 1")
         self.target = target
         self.drafter = drafter
         self.budget: NodeBudget = budget
         self.max_batch_size = max_batch_size
-        self.prefill_chunk = prefill_chunk
+        self.pace = FixedPace(prefill_chunk) if isinstance(prefill_chunk, int) else prefill_chunk
+        self._grammars = grammars
+        self._num_passed_over = 0
         self._waiting: deque[Sequence] = deque()
         self._running: dict[Sequence, _Running] = {}
         self._submitted: dict[Sequence, _Running] = {}
@@ -110,11 +115,22 @@ class SpeculativeEngine:
         """Whether any sequence is running or waiting."""
         return bool(self._running or self._waiting)
 
+    @property
+    def num_running(self) -> int:
+        """Sequences that rounds advance."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for one of those to end."""
+        return len(self._waiting)
+
     def submit(
         self,
         sequence: Sequence,
         *,
         verifier: str | None = None,
+        drafter: str | None = None,
         former: Sequence | None = None,
         keeps_cache: bool = False,
     ) -> None:
@@ -123,6 +139,7 @@ class SpeculativeEngine:
         Args:
             sequence: a new one.
             verifier: registered name; by default `greedy` at temperature 0 and `sampling` above.
+            drafter: of several that are loaded (`SwitchingDrafter`); by default their first.
             former: finished sequence submitted with `keeps_cache`, whose cache is reused as far as the tokens
                 agree.
             keeps_cache: keep keys and values after the end, for a later `former`, until `release`.
@@ -131,7 +148,9 @@ class SpeculativeEngine:
         if name not in self._verifiers:
             self._verifiers[name] = verifier_class(name)()
         self._verifiers[name].check(sequence)
-        processors = build_processors(sequence, self.target.vocab_size, self.target.device)
+        processors = build_processors(sequence, self.target.vocab_size, self.target.device, self._grammars)
+        if drafter is not None:
+            self._assign(sequence, drafter)
         # Only now can nothing be refused any more.
         if former is not None:
             self.target.adopt(sequence, former)
@@ -150,53 +169,99 @@ class SpeculativeEngine:
         for verifier in self._verifiers.values():
             verifier.release(sequence)
 
-    @torch.inference_mode()
     def round(self) -> list[RoundOutcome]:
         """Advance every running sequence once.
 
         Returns:
-            One outcome per sequence that emitted tokens; sequences still inside a long prompt emit none.
+            One outcome per sequence that emitted tokens; sequences still inside a long prompt emit none, nor
+            do those that were let go (`Sequence.error`).
+        """
+        return [outcome for outcomes in self.steps() for outcome in outcomes]
+
+    def steps(self) -> Iterator[list[RoundOutcome]]:
+        """One round, forward by forward: what a forward brought can be sent while the next one runs.
+
+        Between forwards sequences may be submitted and released; those that were submitted wait for the next
+        round.
         """
         while self._waiting and len(self._running) < self.max_batch_size:
             sequence = self._waiting.popleft()
             self._running[sequence] = self._submitted.pop(sequence)
-        outcomes: list[RoundOutcome] = []
         arriving = [s for s in self._running if self._num_pending(s)]
         decoding = [s for s in self._running if not self._num_pending(s)]
-        for group in self._prefill_groups(arriving):
-            outcomes += self._advance(group)
-        if decoding:
-            outcomes += self._advance(decoding)
+        for group in (*self._prefill_groups(arriving), decoding):
+            present = [s for s in group if s in self._running]
+            if present:
+                yield self._step(present)
+
+    @torch.inference_mode()
+    def _step(self, group: list[Sequence]) -> list[RoundOutcome]:
+        """One forward, and the end of those that it finished.
+
+        A sequence that cannot be served any further (`Sequence.error` says why) is let go before anything
+        was accepted; the others do the forward again without it.
+        """
+        try:
+            outcomes = self._advance(group)
+        except RequestError:
+            served = [s for s in group if s.error is None]
+            if len(served) == len(group):
+                raise
+            return self._step(served) if served else []
         for outcome in outcomes:
             if outcome.sequence.is_finished:
                 self._finish(outcome.sequence)
         return outcomes
+
+    def _assign(self, sequence: Sequence, drafter: str) -> None:
+        """Let a sequence be drafted for by one of several."""
+        if not isinstance(self.drafter, SwitchingDrafter):
+            raise RequestError(f"drafter {drafter!r} was asked for, but only one is loaded: leave it out")
+        self.drafter.assign(sequence, drafter)
 
     def _num_pending(self, sequence: Sequence) -> int:
         """Committed tokens in front of the root that are not cached yet."""
         return len(sequence) - 1 - self.target.cached_len(sequence)
 
     def _prefill_groups(self, arriving: list[Sequence]) -> list[list[Sequence]]:
-        """Split arriving sequences so that one padded forward holds at most `prefill_chunk` prompt tokens."""
+        """Split arriving sequences so that one padded forward holds at most a chunk of prompt tokens.
+
+        Those whose prompt ends in this round come first: they are about to say something. Of the others only
+        one reads a piece, since everybody would wait for all of their pieces.
+        """
+        most = self.pace.chunk_len
+        short = [s for s in arriving if self._num_pending(s) <= most]
+        long = self._next_to_read([s for s in arriving if self._num_pending(s) > most])
         groups: list[list[Sequence]] = []
         widest = 0
-        for sequence in arriving:
-            width = min(self._num_pending(sequence), self.prefill_chunk)
-            if groups and max(widest, width) * (len(groups[-1]) + 1) <= self.prefill_chunk:
+        for sequence in short:
+            width = self._num_pending(sequence)
+            if groups and max(widest, width) * (len(groups[-1]) + 1) <= most:
                 groups[-1].append(sequence)
                 widest = max(widest, width)
             else:
                 groups.append([sequence])
                 widest = width
-        return groups
+        return groups if long is None else [*groups, [long]]
+
+    def _next_to_read(self, long: list[Sequence]) -> Sequence | None:
+        """The one with the least left to read; now and then the one that came first, so that it ends too."""
+        if not long:
+            return None
+        chosen = min(long, key=self._num_pending)
+        if chosen is not long[0] and self._num_passed_over == MAX_PASSED_OVER:
+            chosen = long[0]
+        self._num_passed_over = 0 if chosen is long[0] else self._num_passed_over + 1
+        return chosen
 
     def _advance(self, group: list[Sequence]) -> list[RoundOutcome]:
         """Draft, forward and verify one group; prompt chunks that are not the last only fill the cache."""
         started = perf_counter()
-        complete = [s for s in group if self._num_pending(s) <= self.prefill_chunk]
+        chunk_len = self.pace.chunk_len
+        complete = [s for s in group if self._num_pending(s) <= chunk_len]
         trees = self._draft(complete)
         drafted = perf_counter()
-        segments = [self._segment(s, trees.get(s)) for s in group]
+        segments = [self._segment(s, trees.get(s), chunk_len) for s in group]
         output = self.target.forward(segments, self.drafter.required_features)
         logits = output.tree_logits() if complete else None
         forwarded = perf_counter()
@@ -218,6 +283,9 @@ class SpeculativeEngine:
             num_sequences=len(group),
             num_rows=output.hidden.shape[0],
         )
+        num_prompt_tokens = sum(len(segment.prefix_ids) for segment in segments)
+        if num_prompt_tokens:
+            self.pace.observe(num_prompt_tokens, perf_counter() - started)
         if complete:
             verified_trees = [trees[s] for s in complete]
             self.budget.observe(verified_trees, [r for r in trimmed if r is not None], timing)
@@ -236,7 +304,7 @@ class SpeculativeEngine:
             return {s: DraftTree.root_only(s.last_token_id) for s in sequences}
         legal = [
             # A path of depth d emits up to d + 1 tokens.
-            tree.without_tokens_from(self.target.vocab_size).clamp_depth(sequence.room - 1)
+            _cut(tree.without_tokens_from(self.target.vocab_size).clamp_depth(sequence.room - 1), sequence)
             for sequence, tree in zip(sequences, self.drafter.propose(sequences, num_nodes), strict=True)
         ]
         for sequence, tree in zip(sequences, legal, strict=True):
@@ -248,13 +316,13 @@ class SpeculativeEngine:
         cached_len = sum(map(self.target.cached_len, sequences)) / len(sequences)
         return dict(zip(sequences, self.budget.prune(legal, cached_len), strict=True))
 
-    def _segment(self, sequence: Sequence, tree: DraftTree | None) -> Segment:
+    def _segment(self, sequence: Sequence, tree: DraftTree | None, chunk_len: int) -> Segment:
         """Uncached prompt tokens, then the tree when the whole prompt fits."""
         start = self.target.cached_len(sequence)
         num_pending = len(sequence) - 1 - start
         if num_pending == 0:
             return Segment(sequence, (), tree)
-        prefix = sequence.token_ids[start : start + min(num_pending, self.prefill_chunk)]
+        prefix = sequence.token_ids[start : start + min(num_pending, chunk_len)]
         return Segment(sequence, tuple(prefix), tree)
 
     def _verify(
@@ -273,8 +341,13 @@ class SpeculativeEngine:
             if processed is logits:
                 processed = logits.to(torch.float32, copy=True)
             rows = processed[start : start + len(trees[sequence])]
-            for processor in processors:
-                processor.apply(rows, trees[sequence], sequence)
+            try:
+                for processor in processors:
+                    processor.apply(rows, trees[sequence], sequence)
+            except RequestError as error:
+                sequence.error = error
+                self.release(sequence)
+                raise
         by_verifier: dict[str, list[int]] = {}
         for index, sequence in enumerate(sequences):
             by_verifier.setdefault(self._running[sequence].verifier, []).append(index)
@@ -318,6 +391,12 @@ class SpeculativeEngine:
             del self._running[sequence]
         else:
             self.release(sequence)
+
+
+def _cut(tree: DraftTree, sequence: Sequence) -> DraftTree:
+    """The tree, of no more nodes than its request wants."""
+    most = sequence.max_draft_tokens
+    return tree if most is None or most >= tree.num_draft_tokens else tree.take(most)
 
 
 def _starts(lengths: list[int]) -> list[int]:

@@ -50,6 +50,21 @@ class TargetOutput:
         tree = self.segments[index].tree
         return self._starts[index + 1] - (1 if tree is None else len(tree))
 
+    def part(self, indices: Seq[int]) -> TargetOutput:
+        """What belongs to some of the segments; this output itself when those are all."""
+        if len(indices) == len(self.segments):
+            return self
+        rows = upload(
+            torch.cat([torch.arange(self._starts[i], self._starts[i + 1]) for i in indices]),
+            self.hidden.device,
+        )
+        return TargetOutput(
+            self.hidden.index_select(0, rows),
+            {layer: states.index_select(0, rows) for layer, states in self.features.items()},
+            [self.segments[i] for i in indices],
+            self._compute_logits,
+        )
+
     def tree_logits(self) -> Tensor:
         """[sum of N_i + 1, V]: logits of all tree nodes, segments in order; prompt chunks give none."""
         tree_rows = [

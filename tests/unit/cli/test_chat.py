@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 from paceline.cli.chat import ChatSession
+from paceline.drafters.none import NoDrafter
+from paceline.drafters.prompt_lookup import PromptLookupDrafter
+from paceline.drafters.switching import SwitchingDrafter
 from paceline.engine.conversation import Conversation
 from paceline.sampling import SamplingParameters
 
@@ -79,3 +82,55 @@ def test_a_conversation_that_is_too_long_is_an_error_line_and_changes_nothing(se
     assert session.conversation.messages == before
     session.handle("go on")
     assert len(session.conversation.messages) == 4
+
+
+@pytest.fixture
+def choosing(generator_of):
+    parts = {"prompt_lookup": PromptLookupDrafter(), "none": NoDrafter()}
+    generator = generator_of(drafter=SwitchingDrafter(parts, "prompt_lookup"))
+    return ChatSession(Conversation(generator, SamplingParameters(max_new_tokens=6)))
+
+
+def test_the_drafter_of_the_next_answers_can_be_chosen(choosing, capsys):
+    choosing.handle("/drafter")
+    assert "drafter: prompt_lookup; loaded: prompt_lookup, none" in capsys.readouterr().err
+    choosing.handle("/drafter none")
+    choosing.handle("a a a a a a a a")
+    choosing.handle("/stats")
+    assert "6 rounds" in capsys.readouterr().err
+    choosing.handle("/drafter fhrase")
+    assert "error: drafter 'fhrase' is not loaded" in capsys.readouterr().err
+    assert choosing.conversation.drafter == "none"
+
+
+def test_a_budget_makes_the_next_answers_lossy_until_it_is_off(choosing, capsys):
+    choosing.handle("/budget")
+    assert "budget: off" in capsys.readouterr().err
+    choosing.handle("/budget 3.5")
+    assert choosing.conversation.verifier == "budgeted"
+    assert choosing.conversation.parameters.relaxation.risk_budget == 3.5
+    assert "3.5 logits" in capsys.readouterr().err
+    choosing.handle("/budget discovery")
+    assert choosing.conversation.parameters.relaxation.risk_budget == 12
+    choosing.handle("hello")
+    assert len(choosing.conversation.messages) == 2
+    choosing.handle("/budget off")
+    assert choosing.conversation.verifier is None
+    choosing.handle("/budget stabel")
+    assert "did you mean 'stable'" in capsys.readouterr().err
+    choosing.handle("/budget -1")
+    assert "risk_budget is -1.0" in capsys.readouterr().err
+
+
+def test_a_sampled_conversation_has_no_budget(generator_of, capsys):
+    session = ChatSession(Conversation(generator_of(), SamplingParameters(max_new_tokens=6, temperature=1.0)))
+    session.handle("/budget 3")
+    assert "budgeted verification needs temperature 0" in capsys.readouterr().err
+    assert session.conversation.verifier is None
+
+
+def test_history_shows_what_was_said(session, capsys):
+    session.handle("hello")
+    capsys.readouterr()
+    session.handle("/history")
+    assert capsys.readouterr().err.startswith("user: hello\nassistant: ")

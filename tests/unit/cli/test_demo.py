@@ -24,7 +24,7 @@ from paceline.testing import ReplayDrafter
 
 def event(tokenizer, text, origins, shown=None):
     ids = tokenizer(text)["input_ids"]
-    return StreamEvent(text if shown is None else shown, tuple(ids), tuple(origins), 4, None)
+    return StreamEvent(text if shown is None else shown, tuple(ids), tuple(origins), 4, None, None)
 
 
 def marked(text):

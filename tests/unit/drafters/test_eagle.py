@@ -164,11 +164,16 @@ def test_a_draft_ends_where_little_of_the_likelihood_is_left(target_of, tokenize
     whole = drafted(0.0)
     assert int(whole.depths.max()) == 6
     assert int(drafted(1.1).depths.max()) == 1, "no beam holds more than everything"
-    alive = float(sum(sorted(whole.node_values[whole.depths == 3].tolist())[-2:]))
-    short = drafted(alive + 1e-4)
-    assert int(short.depths.max()) == 3
-    kept = whole.depths <= 3
-    assert torch.equal(short.token_ids, whole.token_ids[kept]), "what is drafted is drafted as before"
+    alive = [float(whole.node_values[whole.depths == d].sort().values[-2:].sum()) for d in range(1, 7)]
+    ends = set()
+    for least_alive in [left + 1e-4 for left in alive]:
+        expected = next(depth for depth, left in enumerate(alive, start=1) if left < least_alive)
+        short = drafted(least_alive)
+        assert int(short.depths.max()) == expected
+        kept = whole.depths <= expected
+        assert torch.equal(short.token_ids, whole.token_ids[kept]), "what is drafted is drafted as before"
+        ends.add(expected)
+    assert len(ends) > 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
