@@ -82,7 +82,35 @@ def test_the_value_that_asks_for_nothing_is_fine(live, field, value):
         ({"messages": MESSAGES, "paceline": {"drafter": "fhrase"}}, None, "did you mean 'phrase'"),
         ({"messages": MESSAGES, "paceline": {"verifier": "greedi"}}, "paceline.verifier", "one of budgeted"),
         ({"messages": MESSAGES, "paceline": {"draftr": "none"}}, "paceline.draftr", "not a field"),
-        ({"messages": MESSAGES, "paceline": {"relaxation": {"preset": "wild"}}}, None, "did you mean"),
+        (
+            {"messages": MESSAGES, "paceline": {"verifier": "budgeted", "relaxation": {"preset": "wild"}}},
+            None, "did you mean",
+        ),
+        (
+            {"messages": MESSAGES, "paceline": {"relaxation": {"risk_budget": 1}}},
+            "paceline.relaxation", "name a lossy one",
+        ),
+        ({"messages": MESSAGES, "stop": "x" * 300}, None, "at most 256 characters"),
+        ({"messages": MESSAGES, "min_tokens": 5, "stop_token_ids": [999_999]}, None, "999999"),
+        ({"messages": MESSAGES, "stop_token_ids": [10**30]}, None, "less than"),
+        ({"messages": MESSAGES, "min_tokens": 10**30}, "min_tokens", "less than"),
+        ({"messages": MESSAGES, "top_k": 10**30, "temperature": 1}, "top_k", "less than"),
+        (
+            {"messages": MESSAGES, "response_format": {"type": "text", "json_schema": {"schema": {}}}},
+            "response_format", "must be 'json_schema'",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "x"},
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"id": "c1", "function": {"name": "f", "arguments": "[1"}}],
+                    },
+                ]
+            },
+            "messages", "not a JSON object",
+        ),
         (
             {"messages": MESSAGES, "temperature": 1, "paceline": {"verifier": "budgeted"}},
             None, "temperature",
@@ -100,6 +128,34 @@ def test_what_is_wrong_is_said_with_the_field_and_the_value(live, body, param, s
     assert says in error["message"], error
     if param is not None:
         assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": "x" * 3000}]},
+        {"messages": MESSAGES, "paceline": {"drafter": "fhrase"}},
+        {"messages": MESSAGES, "temperature": 1, "paceline": {"verifier": "budgeted"}},
+    ],
+)
+def test_what_the_engine_refuses_has_its_own_status_in_a_stream_too(live, body):
+    assert refused(live, body | {"stream": True})[0] == 400
+
+
+def test_more_choices_than_ever_fit_are_refused_for_good(live):
+    body = {"prompt": ["x"] * 8, "n": 8, "max_tokens": 1}
+    assert refused(live, body | {"n": 99}, "/v1/completions")[0] == 400
+    limit = live.generator.engine.max_batch_size + live.scheduler.max_queue
+    assert limit >= 64, "or the request below would not fit"
+    assert httpx.post(f"{live.url}/v1/completions", json=body, timeout=60).status_code == 200
+
+
+def test_stop_ids_count_where_the_models_own_end_does_not(live, solo):
+    ids = solo(MESSAGES, ignore_eos=True, max_new_tokens=30).token_ids
+    asked = {"messages": MESSAGES, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+    found = httpx.post(f"{live.url}/v1/chat/completions", json=asked | {"stop_token_ids": [ids[4]]}).json()
+    assert found["choices"][0]["finish_reason"] == "stop"
+    assert found["usage"]["completion_tokens"] == ids.index(ids[4]) + 1
 
 
 def test_a_body_that_is_no_json_is_refused(live):

@@ -47,7 +47,7 @@ def test_the_page_shows_a_run_and_a_draft_tree(server, tmp_path):
         words = page.locator("#speculative .answer [role=button][data-origin=phrase]")
         assert words.count() > 5, "phrases were drafted and kept"
         words.nth(words.count() // 2).click()
-        page.get_by_role("heading", name="Round").wait_for()
+        page.locator("#round-title").filter(has_text="Round").wait_for()
         page.screenshot(path=picture, full_page=True)
         browser.close()
     assert picture.stat().st_size > 20_000

@@ -24,7 +24,7 @@ def serve(
         list[str] | None,
         Option(
             help="A further drafter, NAME or NAME:FOLDER, that requests may choose; may be repeated. By "
-            "default prompt_lookup and what is shipped for the target.",
+            "default prompt_lookup.",
             rich_help_panel="Model",
         ),
     ] = None,

@@ -6,6 +6,7 @@ A `Generator` turns prompts into sequences, runs the engine until they finish an
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,12 @@ from paceline.engine.speculate import RoundOutcome, SpeculativeEngine
 from paceline.engine.stats import GenerationStatistics, StatisticsRecorder
 from paceline.engine.stop_strings import StopChecker
 from paceline.engine.text_decoder import TextDecoder
-from paceline.errors import ConfigError, RequestError
+from paceline.errors import (
+    ConfigError,
+    MissingDependencyError,
+    RequestError,
+    UnsupportedFeatureError,
+)
 from paceline.sampling import SamplingParameters
 from paceline.sequence import FinishReason, Sequence, TokenLogProb
 from paceline.targets.base import TargetModel
@@ -116,14 +122,20 @@ class Generator:
         self._decoder = TextDecoder(tokenizer)
         # Sequence -> its answer, as long as somebody holds the answer.
         self._answers: WeakValueDictionary[Sequence, Answer] = WeakValueDictionary()
+        self.grammars = GrammarTokenizer(tokenizer, target.vocab_size)
         self.engine = SpeculativeEngine(
             target,
             drafter,
             num_speculative_tokens=num_speculative_tokens,
             max_batch_size=max_batch_size,
             prefill_chunk=prefill_chunk,
-            grammars=GrammarTokenizer(tokenizer, target.vocab_size),
+            grammars=self.grammars,
         )
+
+    def prepare_grammars(self) -> None:
+        """Get ready for requests with a grammar, which the first of them would otherwise wait for."""
+        with contextlib.suppress(MissingDependencyError, UnsupportedFeatureError):
+            self.grammars.prepare()
 
     @property
     def has_chat_template(self) -> bool:
@@ -240,6 +252,12 @@ class Generator:
         if bad is not None:
             raise RequestError(f"prompt token id {bad} is not in [0, {self.target.vocab_size})")
         eos = parameters.eos_token_ids
+        unknown = next((i for i in eos or () if not 0 <= i < self.target.vocab_size), None)
+        if unknown is not None:
+            raise RequestError(
+                f"eos_token_ids has token id {unknown}: ids of this target are 0 to "
+                f"{self.target.vocab_size - 1}"
+            )
         stop = parameters.stop
         checker = StopChecker(self.tokenizer, stop, self._decoder) if stop else None
         sequence = Sequence(

@@ -80,6 +80,15 @@ class GrammarTokenizer:
             )
         return built
 
+    def prepare(self) -> None:
+        """Build it now.
+
+        Raises:
+            MissingDependencyError: llguidance is not installed.
+            UnsupportedFeatureError: it cannot use this tokenizer.
+        """
+        _ = self._built
+
     @property
     def end_id(self) -> int:
         """The token that stands for a complete text; the target has no such token."""

@@ -67,7 +67,7 @@ class Answering:
         for index, choice in enumerate(self._choices):
             result = _finished(choice)
             log_probs = self._log_probs(result.log_probs or ())
-            reason = "tool_calls" if choice.calls else result.finish_reason
+            reason = _reason(result, choice)
             choices.append(wording.choice(index, "".join(choice.text), reason, log_probs, choice.calls))
         return self._envelope.body(choices, self._usage())
 
@@ -97,9 +97,7 @@ class Answering:
         calls = [
             call.as_dict(number) for number, call in enumerate(choice.calls[num_calls:], start=num_calls)
         ]
-        reason = None if event.result is None else event.result.finish_reason
-        if reason is not None and choice.calls:
-            reason = "tool_calls"  # type: ignore[assignment]
+        reason = None if event.result is None else _reason(event.result, choice)
         log_probs = self._log_probs(event.log_probs, num_chars)
         chunk = self._envelope.chunk([self._envelope.wording.delta(index, text, reason, log_probs, calls)])
         if self.job.work.traced:
@@ -111,7 +109,7 @@ class Answering:
         """Add a round to its choice; returns the text that may be shown."""
         choice = self._choices[index]
         choice.num_rounds += 1
-        choice.num_chars += len(event.text)
+        choice.num_chars += sum(len(self._texts.text(entry.token_id)) for entry in event.log_probs)
         choice.result = event.result
         if choice.reader is None:
             choice.text.append(event.text)
@@ -135,6 +133,11 @@ class Answering:
     def _usage(self) -> Json:
         """Counts of all choices."""
         return usage_of([_finished(choice) for choice in self._choices], self._num_prompts, self._drafter)
+
+
+def _reason(result: GenerationResult, choice: _Choice) -> str:
+    """Why a choice ended; an answer that was cut off is not one that ends in calls."""
+    return "tool_calls" if choice.calls and result.finish_reason == "stop" else result.finish_reason
 
 
 def _finished(choice: _Choice) -> GenerationResult:

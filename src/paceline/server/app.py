@@ -16,7 +16,7 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.staticfiles import StaticFiles
@@ -30,7 +30,7 @@ from paceline.relaxation import PRESETS
 from paceline.server.answering import Answering
 from paceline.server.errors import ApiError, bad_request, refused, unknown_model
 from paceline.server.jobs import Job
-from paceline.server.limits import MAX_BODY_BYTES, BodyLimit, check_key
+from paceline.server.limits import MAX_BODY_BYTES, BodyLimit, KeyCheck
 from paceline.server.protocol import ChatCompletionRequest, CompletionRequest
 from paceline.server.requests import Work, chat_work, completion_work
 from paceline.server.responses import ChatWording, CompletionWording, Envelope, Json, Wording
@@ -41,6 +41,8 @@ LOGGER = logging.getLogger("paceline.server")
 VERSION = installed_version("paceline")
 PLAYGROUND = Path(__file__).parent / "playground"
 PING_SECONDS = 15
+SEND_SECONDS = 60
+"""A client that takes nothing for so long is taken to have left."""
 CONTENT_POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 _HEADERS = {
     "Content-Security-Policy": CONTENT_POLICY,
@@ -81,12 +83,11 @@ def create_app(scheduler: Scheduler, options: ServerOptions) -> FastAPI:
         yield
         await run_in_threadpool(scheduler.stop)
 
-    app = FastAPI(
-        title="paceline", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None
-    )
+    app = FastAPI(title="paceline", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes)
+    app.add_middleware(KeyCheck, keys=options.keys)
     _add_errors(app)
-    _add_status(app, scheduler, options)
+    _add_status(app, scheduler)
     _Endpoints(scheduler, options).add_to(app)
     app.mount("/", _Playground(directory=PLAYGROUND, html=True), name="playground")
     return app
@@ -106,29 +107,24 @@ class _Endpoints:
 
     def add_to(self, app: FastAPI) -> None:
         """Register the routes."""
-        guard = [Depends(self._check_key)]
 
-        @app.post("/v1/chat/completions", dependencies=guard)
+        @app.post("/v1/chat/completions")
         async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
             return await self._answer(body, request, chat_work, ChatWording())
 
-        @app.post("/v1/completions", dependencies=guard)
+        @app.post("/v1/completions")
         async def completions(body: CompletionRequest, request: Request) -> Response:
             return await self._answer(body, request, completion_work, CompletionWording())
 
-        @app.get("/v1/models", dependencies=guard)
+        @app.get("/v1/models")
         async def models() -> Json:
             return {"object": "list", "data": [self._model()]}
 
-        @app.get("/v1/models/{model_id:path}", dependencies=guard)
+        @app.get("/v1/models/{model_id:path}")
         async def model(model_id: str) -> Json:
             if model_id != self._options.model:
                 raise unknown_model(model_id[:80], self._options.model)
             return self._model()
-
-    def _check_key(self, request: Request) -> None:
-        """See `limits.check_key`."""
-        check_key(request.headers.get("authorization"), self._options.keys)
 
     def _model(self) -> Json:
         """What is served."""
@@ -162,12 +158,16 @@ class _Endpoints:
             raise unknown_model(body.model[:80], self._options.model)
         work = await run_in_threadpool(read, body, self._scheduler.generator)
         job = self._scheduler.submit(work)
+        # What the engine refuses is told with its own status, streamed or not.
+        await job.admitted()
         drafter = work.questions[0].drafter or self._options.drafters[0]
         num_prompts = len(work.questions) // (body.n or 1)
         answering = Answering(job, Envelope(wording, self._options.model), self._texts, drafter, num_prompts)
         if body.stream:
             events = self._streamed(answering, body)
-            return EventSourceResponse(events, ping=PING_SECONDS, headers={"X-Accel-Buffering": "no"})
+            return EventSourceResponse(
+                events, ping=PING_SECONDS, send_timeout=SEND_SECONDS, headers={"X-Accel-Buffering": "no"}
+            )
         return JSONResponse(await self._whole(answering, body, request))
 
     async def _streamed(
@@ -234,11 +234,8 @@ class _Playground(StaticFiles):
         return response
 
 
-def _add_status(app: FastAPI, scheduler: Scheduler, options: ServerOptions) -> None:
-    """Routes about the server itself; health and version are open to probes without a key."""
-
-    def check(request: Request) -> None:
-        check_key(request.headers.get("authorization"), options.keys)
+def _add_status(app: FastAPI, scheduler: Scheduler) -> None:
+    """Routes about the server itself."""
 
     @app.get("/health")
     async def health() -> Response:
@@ -249,7 +246,7 @@ def _add_status(app: FastAPI, scheduler: Scheduler, options: ServerOptions) -> N
     async def version() -> Json:
         return {"version": VERSION}
 
-    @app.get("/metrics", dependencies=[Depends(check)])
+    @app.get("/metrics")
     async def metrics() -> Response:
         return Response(scheduler.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

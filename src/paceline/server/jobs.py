@@ -20,6 +20,14 @@ class ChoiceEvent:
     event: StreamEvent
 
 
+@dataclass(frozen=True, slots=True)
+class FirstRound:
+    """When a choice began to speak: `time.monotonic()`, and how many tokens came at once."""
+
+    time: float
+    num_tokens: int
+
+
 @dataclass(eq=False, slots=True)
 class Job:
     """A request in the scheduler.
@@ -30,21 +38,23 @@ class Job:
         work: what is asked.
         loop: where the events are waited for.
         arrived: `time.monotonic()` of its arrival.
-        events: for the reader; an error is the last of them.
+        events: for the reader: None once the engine has taken the request in; an error is the last of them.
         answers: of the choices that the engine works on, by number; the engine's thread alone reads it.
         is_cancelled: set by the reader when nobody waits any more.
         num_open: choices that are not finished.
         first_token: `time.monotonic()` of the first event.
+        first_rounds: of each choice: when its first round ended, and how many tokens that brought.
     """
 
     work: Work
     loop: asyncio.AbstractEventLoop
     arrived: float = field(default_factory=time.monotonic)
-    events: asyncio.Queue[ChoiceEvent | ApiError] = field(default_factory=asyncio.Queue)
+    events: asyncio.Queue[ChoiceEvent | ApiError | None] = field(default_factory=asyncio.Queue)
     answers: dict[int, Answer] = field(default_factory=dict)
     is_cancelled: bool = False
     num_open: int = 0
     first_token: float | None = None
+    first_rounds: dict[int, FirstRound] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """All choices are open."""
@@ -56,13 +66,23 @@ class Job:
         limit = self.work.deadline_seconds
         return None if limit is None else self.arrived + limit
 
-    def deliver(self, item: ChoiceEvent | ApiError) -> None:
+    def deliver(self, item: ChoiceEvent | ApiError | None) -> None:
         """Hand something to the reader; called by the engine's thread."""
         try:
             self.loop.call_soon_threadsafe(self.events.put_nowait, item)
         except RuntimeError:
             # The loop is closed: the server ends, and nobody reads any more.
             self.is_cancelled = True
+
+    async def admitted(self) -> None:
+        """Wait until the engine has taken the request in, which it does between two forwards.
+
+        Raises:
+            ApiError: it refuses the request.
+        """
+        item = await self.events.get()
+        if isinstance(item, ApiError):
+            raise item
 
     async def read(self) -> AsyncIterator[ChoiceEvent]:
         """Events until every choice is finished.
@@ -75,5 +95,7 @@ class Job:
             item = await self.events.get()
             if isinstance(item, ApiError):
                 raise item
+            if item is None:
+                continue
             open_choices -= item.event.result is not None
             yield item

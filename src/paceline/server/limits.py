@@ -13,6 +13,8 @@ from paceline.server.errors import ApiError
 
 MAX_BODY_BYTES = 4 << 20
 LEAST_KEY_LEN = 16
+GUARDED = ("/v1", "/metrics", "/openapi.json")
+"""Paths that need a key; the page, health and version are open."""
 
 
 def read_keys(path: Path) -> tuple[bytes, ...]:
@@ -25,7 +27,7 @@ def read_keys(path: Path) -> tuple[bytes, ...]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--api-key-file {path.name} cannot be read: {error.__class__.__name__}") from None
-    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    keys = [key for line in lines if (key := line.strip()) and not key.startswith("#")]
     if not keys:
         raise ConfigError(f"--api-key-file {path.name} holds no key: write one a line")
     short = next((key for key in keys if len(key) < LEAST_KEY_LEN), None)
@@ -57,6 +59,29 @@ def check_key(authorization: str | None, keys: tuple[bytes, ...]) -> None:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
+
+
+class KeyCheck:
+    """Lets requests for guarded paths through with a key alone, before anything of their body is read.
+
+    Args:
+        app: the application behind it.
+        keys: see `check_key`.
+    """
+
+    def __init__(self, app: ASGIApp, keys: tuple[bytes, ...]) -> None:
+        self._app, self._keys = app, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check the key."""
+        if scope["type"] == "http" and scope["path"].startswith(GUARDED):
+            given = dict(scope["headers"]).get(b"authorization")
+            try:
+                check_key(None if given is None else given.decode("latin-1"), self._keys)
+            except ApiError as error:
+                await JSONResponse(error.body, error.status, headers=error.headers)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class BodyLimit:

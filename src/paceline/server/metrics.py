@@ -5,7 +5,14 @@ A registry of its own, so that several servers in one process (tests) do not mee
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from paceline.engine.generator import GenerationResult
 from paceline.engine.speculate import RoundOutcome
@@ -20,6 +27,8 @@ class ServerMetrics:
     """What a server counts; each attribute is one metric."""
 
     def __init__(self) -> None:
+        # The time at which each counter was made says nothing here, and doubles the page.
+        disable_created_metrics()
         self.registry = CollectorRegistry()
         self.num_drafts = self._counter("spec_decode_num_drafts", "Drafts that were verified.")
         self.num_draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafted tokens.")
@@ -76,10 +85,9 @@ class ServerMetrics:
             self.num_relaxed_tokens.inc(result.num_relaxed)
             self.regret_spent.inc(result.charge)
 
-    def finish(self, result: GenerationResult, seconds: float) -> None:
-        """Count a finished answer that took so long after its first token."""
+    def finish(self, result: GenerationResult, num_later: int, seconds: float) -> None:
+        """Count a finished answer, of which so many tokens came in so long after its first round."""
         self.num_finished.labels(result.finish_reason).inc()
-        num_later = len(result.token_ids) - 1
         if num_later > 0:
             self.token_seconds.observe(seconds / num_later)
 

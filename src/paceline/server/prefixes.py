@@ -21,11 +21,12 @@ class PrefixCache:
 
     Args:
         max_tokens: of all of them together; 0 keeps none.
+        max_kept: how many: each of them holds a slot of the cache, however short it is.
         drop: frees the cache of one.
     """
 
-    def __init__(self, max_tokens: int, drop: Callable[[Answer], None]) -> None:
-        self._max_tokens, self._drop = max_tokens, drop
+    def __init__(self, max_tokens: int, max_kept: int, drop: Callable[[Answer], None]) -> None:
+        self._max_tokens, self._max_kept, self._drop = max_tokens, max_kept, drop
         self._kept: OrderedDict[Answer, list[int]] = OrderedDict()
 
     @property
@@ -50,7 +51,7 @@ class PrefixCache:
     def keep(self, answer: Answer) -> None:
         """Keep a finished answer's cache, or free it when there is no room."""
         self._kept[answer] = answer.sequence.token_ids
-        while self._kept and self.num_tokens > self._max_tokens:
+        while len(self._kept) > self._max_kept or (self._kept and self.num_tokens > self._max_tokens):
             oldest, _ = self._kept.popitem(last=False)
             self._drop(oldest)
 

@@ -12,8 +12,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 MAX_CHOICES = 8
 MAX_STOPS = 16
+MAX_STOP_LEN = 256
 MAX_BIASES = 1024
-TokenIds = Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(min_length=1)]
+MAX_COUNT = 1 << 30
+"""Of anything that is counted: larger numbers do not fit where they are computed with."""
+TokenId = Annotated[int, Field(strict=True, ge=0, lt=MAX_COUNT)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LEN)]
 
 
 class _Strict(BaseModel):
@@ -32,8 +37,8 @@ class RelaxationOptions(_Strict):
     risk_budget: float | None = None
     risk_budget_per_token: float | None = None
     max_regret_per_value: float | None = None
-    max_relaxed_tokens_per_block: int | None = None
-    value_horizon: int | None = None
+    max_relaxed_tokens_per_block: Annotated[int, Field(lt=MAX_COUNT)] | None = None
+    value_horizon: Annotated[int, Field(lt=MAX_COUNT)] | None = None
     is_value_normalised: bool | None = None
     regret_price: float | None = None
     typical_epsilon: float | None = None
@@ -55,7 +60,7 @@ class PacelineOptions(_Strict):
 
     drafter: str | None = None
     verifier: str | None = None
-    num_speculative_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    num_speculative_tokens: Annotated[int, Field(ge=0, lt=MAX_COUNT)] | Literal["auto"] = "auto"
     relaxation: RelaxationOptions | None = None
     deadline_seconds: Annotated[float, Field(gt=0)] | None = None
     trace: bool = False
@@ -150,11 +155,11 @@ class _Request(_Strict):
     """What both kinds of request have in common."""
 
     model: str = ""
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=MAX_COUNT)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stop: Annotated[str, Field(min_length=1)] | list[Annotated[str, Field(min_length=1)]] | None = None
+    stop: StopString | list[StopString] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -165,12 +170,12 @@ class _Request(_Strict):
     ) = None
     user: str | None = None
     # vLLM's extensions, under its names.
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=MAX_COUNT)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=MAX_COUNT)] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     include_stop_str_in_output: bool | None = None
     paceline: PacelineOptions = PacelineOptions()
 
@@ -189,7 +194,7 @@ class ChatCompletionRequest(_Request):
     """Body of `/v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=MAX_COUNT)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None

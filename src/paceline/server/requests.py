@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 from paceline.engine.generator import Generator
 from paceline.errors import PacelineError
 from paceline.grammar import Grammar
-from paceline.registry import verifier_names
+from paceline.registry import verifier_class, verifier_names
 from paceline.relaxation import Relaxation
 from paceline.sampling import SamplingParameters
 from paceline.server.errors import bad_request, refused
@@ -23,6 +24,7 @@ from paceline.server.protocol import (
     NamedTool,
     PacelineOptions,
     ResponseFormat,
+    ToolCall,
 )
 from paceline.server.refusals import refuse_unserved
 from paceline.server.tool_calls import ToolFormat, forced_call
@@ -44,6 +46,7 @@ class Question:
         verifier: name, or None for the one that fits the temperature.
         max_draft_tokens: most drafted nodes a round, or None.
         keeps_prefix: whether the cache is worth keeping for a later turn.
+        choice: number among the choices of its prompt.
     """
 
     prompt_ids: tuple[int, ...]
@@ -52,6 +55,7 @@ class Question:
     verifier: str | None
     max_draft_tokens: int | None
     keeps_prefix: bool
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +95,12 @@ def chat_work(request: ChatCompletionRequest, generator: Generator) -> Work:
     prompt_ids = _chat_prompt([_message(m) for m in request.messages], generator, with_tools)
     shown = (request.top_logprobs or 0) if request.logprobs else None
     grammar = _grammar(request.response_format)
-    if tools is not None and tools.forced is not None:
-        if grammar is not None:
-            raise bad_request(
-                "response_format and a forced tool_choice ask for two formats: give one", "tool_choice"
-            )
+    if tools is not None and grammar is not None:
+        raise bad_request(
+            "response_format leaves no place for calls of tools: give one of them, or tool_choice: none",
+            param="response_format",
+        )
+    if tools is not None:
         grammar = tools.forced
     length = {"max_new_tokens": request.max_completion_tokens or request.max_tokens}
     parameters = _parameters(request, generator, length, shown, grammar)
@@ -143,6 +148,7 @@ def _work(
             max_draft_tokens=width or None,
             # Traced requests are compared with each other: all of them start cold.
             keeps_prefix=isinstance(request, ChatCompletionRequest) and not own.trace,
+            choice=choice,
         )
         for ids in prompts
         for choice in range(request.n or 1)
@@ -191,14 +197,16 @@ def _parameters(
         "include_stop_string": request.include_stop_str_in_output,
         "stop": request.stops or None,
         "grammar": grammar,
-        "relaxation": _relaxation(request.paceline),
+        "relaxation": _relaxation(request.paceline, generator),
     }
     changes |= {name: value for name, value in given.items() if value is not None}
     defaults = generator.default_parameters
     if request.logit_bias:
         changes["logit_bias"] = {**defaults.logit_bias, **_biases(request.logit_bias)}
     if request.stop_token_ids is not None:
-        changes["eos_token_ids"] = (*sorted(generator.eos_token_ids), *request.stop_token_ids)
+        # As vLLM has it: `ignore_eos` is about the model's own ends, not about these.
+        own = () if request.ignore_eos else sorted(generator.eos_token_ids)
+        changes |= {"eos_token_ids": (*own, *request.stop_token_ids), "ignore_eos": False}
     num_shown = shown if shown is not None else (TRACED_ALTERNATIVES if request.paceline.trace else None)
     if num_shown is not None:
         changes["logprobs"] = num_shown
@@ -208,10 +216,17 @@ def _parameters(
         raise refused(error) from None
 
 
-def _relaxation(own: PacelineOptions) -> Relaxation | None:
+def _relaxation(own: PacelineOptions, generator: Generator) -> Relaxation | None:
     """Limits of lossy verifiers, if any are given."""
     if own.relaxation is None:
         return None
+    verifier = own.verifier or generator.verifier
+    if verifier is None or not getattr(verifier_class(verifier), "limits", ()):
+        raise bad_request(
+            "paceline.relaxation is given and the verifier is lossless: name a lossy one (budgeted, typical "
+            "or margin) in paceline.verifier",
+            param="paceline.relaxation",
+        )
     changes = own.relaxation.model_dump(exclude_none=True)
     preset = changes.pop("preset", None)
     try:
@@ -231,7 +246,14 @@ def _biases(given: Mapping[str, float]) -> dict[int, float]:
 
 def _grammar(wanted: ResponseFormat | None) -> Grammar | None:
     """What the answer has to look like."""
-    if wanted is None or wanted.type == "text":
+    if wanted is None:
+        return None
+    if wanted.json_schema is not None and wanted.type != "json_schema":
+        raise bad_request(
+            f"response_format has a json_schema and type {wanted.type!r}: the type must be 'json_schema'",
+            param="response_format",
+        )
+    if wanted.type == "text":
         return None
     try:
         if wanted.type == "json_object":
@@ -268,6 +290,13 @@ def _tools(request: ChatCompletionRequest, generator: Generator) -> _Tools | Non
         raise bad_request("this model's chat template has no place for tools: leave tools out", param="tools")
     functions = {tool.function.name: tool.function.parameters for tool in request.tools}
     if choice in (None, "auto"):
+        strict = next((tool.function.name for tool in request.tools if tool.function.strict), None)
+        if strict is not None:
+            raise bad_request(
+                f"function {strict!r} is strict, which only a forced call is: use tool_choice required, or "
+                "name the function",
+                param="tools",
+            )
         return _Tools(found, None)
     if isinstance(choice, NamedTool):
         name = choice.function.name
@@ -293,12 +322,28 @@ def _message(message: ChatMessage) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
     found: dict[str, Any] = {"role": role, "content": content or ""}
     if message.tool_calls:
-        found["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+        found["tool_calls"] = [_former_call(call) for call in message.tool_calls]
     if message.name is not None:
         found["name"] = message.name
     if message.tool_call_id is not None:
         found["tool_call_id"] = message.tool_call_id
     return found
+
+
+def _former_call(call: ToolCall) -> dict[str, Any]:
+    """A call of an earlier turn; templates write the arguments as JSON themselves."""
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise bad_request(
+            f"the arguments of call {call.id[:40]!r} are not a JSON object: they must be the ones that were "
+            "answered",
+            param="messages",
+        )
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _chat_prompt(

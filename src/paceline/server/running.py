@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import uvicorn
+from sse_starlette.sse import AppStatus
 
 from paceline.drafters.switching import SwitchingDrafter
 from paceline.engine.generator import Generator
@@ -93,6 +94,9 @@ class Server:
         """Serve until SIGTERM or Ctrl-C; answers in flight are finished first."""
         settings = self.settings
         configure_logs()
+        # Streams end when uvicorn ends them, after the grace period, not as soon as a signal comes.
+        AppStatus.disable_automatic_graceful_drain()
+        generator.prepare_grammars()
         drafter = generator.drafter
         scheduler = Scheduler(
             generator, ServerMetrics(), max_queue=settings.max_queue, prefix_tokens=settings.prefix_tokens

@@ -21,8 +21,8 @@ from paceline.engine.generator import Answer, Generator
 from paceline.engine.speculate import RoundOutcome
 from paceline.errors import PacelineError
 from paceline.sequence import Sequence
-from paceline.server.errors import ApiError, past_deadline, refused, too_busy, unavailable
-from paceline.server.jobs import ChoiceEvent, Job
+from paceline.server.errors import ApiError, bad_request, past_deadline, refused, too_busy, unavailable
+from paceline.server.jobs import ChoiceEvent, FirstRound, Job
 from paceline.server.metrics import ServerMetrics
 from paceline.server.prefixes import PrefixCache
 from paceline.server.requests import Question, Work
@@ -61,7 +61,11 @@ class Scheduler:
         self.generator = generator
         self.metrics = metrics
         self.max_queue = max_queue
-        self.prefixes = PrefixCache(prefix_tokens, lambda answer: generator.engine.release(answer.sequence))
+        self.prefixes = PrefixCache(
+            prefix_tokens,
+            generator.engine.max_batch_size,
+            lambda answer: generator.engine.release(answer.sequence),
+        )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._jobs: dict[Job, None] = {}
         self._owners: dict[Sequence, _Owner] = {}
@@ -95,6 +99,11 @@ class Scheduler:
         if not self.is_healthy:
             raise unavailable("the server is shutting down")
         limit = self.generator.engine.max_batch_size + self.max_queue
+        if len(work.questions) > limit:
+            raise bad_request(
+                f"n times the prompts is {len(work.questions)}: this server takes {limit} answers at once",
+                param="n",
+            )
         with self._lock:
             if self._num_open + len(work.questions) > limit:
                 self.metrics.num_refused.inc()
@@ -136,9 +145,12 @@ class Scheduler:
                 self._observe()
             except Exception as error:
                 # Whatever it was, the engine's state is not to be trusted with these sequences any more.
-                self._fail_all(error)
+                if not self._fail_all(error):
+                    break
+        self._is_stopping.set()
+        # What arrived meanwhile is told as well.
+        self._drain(None)
         self._abandon_all(unavailable("the server is shutting down"))
-        self.prefixes.clear()
 
     def _drain(self, wait: float | None) -> None:
         """Take in what arrived; wait for the first of it where there is nothing else to do."""
@@ -156,6 +168,8 @@ class Scheduler:
         if job.is_cancelled:
             self._leave(job)
             return
+        if self._is_stopping.is_set():
+            return
         try:
             for choice, question in enumerate(job.work.questions):
                 answer = self._open(question)
@@ -164,6 +178,13 @@ class Scheduler:
         except PacelineError as error:
             job.deliver(refused(error))
             self._leave(job)
+        except Exception as error:
+            # Nothing of it has been computed yet: the others do not pay for it.
+            _LOG.exception("a request could not be taken in", exc_info=error)
+            job.deliver(_internal())
+            self._leave(job)
+        else:
+            job.deliver(None)
 
     def _open(self, question: Question) -> Answer:
         """Submit one choice, on the cache of an earlier turn where there is one."""
@@ -178,11 +199,12 @@ class Scheduler:
                 drafter=question.drafter,
                 max_draft_tokens=question.max_draft_tokens,
             )
-        except PacelineError:
+        except Exception:
             if former is not None:
                 self.prefixes.keep(former)
             raise
-        self.metrics.num_prompt_tokens.inc(len(question.prompt_ids))
+        if question.choice == 0:
+            self.metrics.num_prompt_tokens.inc(len(question.prompt_ids))
         self.metrics.num_reused_tokens.inc(self.generator.target.cached_len(answer.sequence))
         return answer
 
@@ -197,10 +219,12 @@ class Scheduler:
         if job.first_token is None:
             job.first_token = now
             self.metrics.first_token_seconds.observe(now - job.arrived)
+        first = job.first_rounds.setdefault(choice, FirstRound(now, len(event.token_ids)))
         self.metrics.record(outcome)
         job.deliver(ChoiceEvent(choice, event))
         if event.result is not None:
-            self.metrics.finish(event.result, now - job.first_token)
+            num_later = len(event.result.token_ids) - first.num_tokens
+            self.metrics.finish(event.result, num_later, now - first.time)
             self._finish(job, choice)
 
     def _report_refused(self) -> None:
@@ -260,14 +284,32 @@ class Scheduler:
             + self.prefixes.num_tokens
         )
 
-    def _fail_all(self, error: Exception) -> None:
-        """Tell everybody that the engine failed, and go on with none of their sequences."""
+    def _fail_all(self, error: Exception) -> bool:
+        """Tell everybody that the engine failed, and go on without their sequences; False: not at all."""
         _LOG.exception("the engine failed", exc_info=error)
         self.metrics.num_failures.inc()
-        self._abandon_all(ApiError(500, "the engine failed: see the server's log", kind="server_error"))
+        return self._abandon_all(_internal())
 
-    def _abandon_all(self, error: ApiError) -> None:
-        """End all requests with an error."""
+    def _abandon_all(self, error: ApiError) -> bool:
+        """End all requests with an error and free everything; False where that fails as well."""
+        is_clean = True
         for job in list(self._jobs):
+            # First of all they are told: what comes next may fail.
             job.deliver(error)
-            self._leave(job)
+        for job in list(self._jobs):
+            try:
+                self._leave(job)
+            except Exception as failure:
+                _LOG.exception("a failed request could not be freed", exc_info=failure)
+                is_clean = False
+        try:
+            self.prefixes.clear()
+        except Exception as failure:
+            _LOG.exception("kept conversations could not be freed", exc_info=failure)
+            is_clean = False
+        return is_clean
+
+
+def _internal() -> ApiError:
+    """Something failed in here."""
+    return ApiError(500, "the engine failed: see the server's log", kind="server_error")

@@ -147,12 +147,17 @@ def _read_call(text: str) -> Call | None:
     """A call from its JSON; None when it is none."""
     try:
         found = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
         return None
     arguments = found.get("arguments", found.get("parameters", {}))
     as_text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    try:
+        (as_text + found["name"]).encode()
+    except UnicodeEncodeError:
+        # Half a character, escaped: it could not be sent.
+        return None
     return Call(f"call_{secrets.token_hex(12)}", found["name"], as_text)
 
 
