@@ -49,10 +49,12 @@ def tiny_generator(target, tokenizer, drafter=None, **settings) -> Generator:
     )  # fmt: skip
 
 
-def start(generator: Generator, *, max_queue: int = 64, prefix_tokens: int = 512, **options) -> LiveServer:
+def start(
+    generator: Generator, *, model: str = MODEL, max_queue: int = 64, prefix_tokens: int = 512, **options
+) -> LiveServer:
     bound = Server.bound(ServerSettings(port=0))
     scheduler = Scheduler(generator, ServerMetrics(), max_queue=max_queue, prefix_tokens=prefix_tokens)
-    app = create_app(scheduler, ServerOptions(MODEL, generator.drafter.names, **options))
+    app = create_app(scheduler, ServerOptions(model, generator.drafter.names, **options))
     config = uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=5
     )

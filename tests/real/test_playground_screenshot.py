@@ -20,13 +20,13 @@ pytestmark = [
     pytest.mark.real_model,
     pytest.mark.skipif(CHROME is None, reason="needs a browser: chromium or google-chrome on the PATH"),
 ]
-QUESTION = "Explain in a few sentences why cyclists in a race ride in a line."
+QUESTION = "Tom has 12 apples. He gives 5 to Ann and buys 8 more. How many apples does Tom have now?"
 
 
 @pytest.fixture(scope="module")
 def server():
     generator = paceline.load("smollm2", drafter="phrase", other_drafters=["prompt_lookup"])
-    running = start(generator, prefix_tokens=4096)
+    running = start(generator, model="smollm2", prefix_tokens=4096)
     yield running
     running.stop()
 

@@ -28,7 +28,7 @@ class ServerMetrics:
 
     def __init__(self) -> None:
         # The time at which each counter was made says nothing here, and doubles the page.
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self.num_drafts = self._counter("spec_decode_num_drafts", "Drafts that were verified.")
         self.num_draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafted tokens.")

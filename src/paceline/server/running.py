@@ -95,7 +95,7 @@ class Server:
         settings = self.settings
         configure_logs()
         # Streams end when uvicorn ends them, after the grace period, not as soon as a signal comes.
-        AppStatus.disable_automatic_graceful_drain()
+        AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
         generator.prepare_grammars()
         drafter = generator.drafter
         scheduler = Scheduler(
