@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 pytest.importorskip("fastapi", reason="the server's packages are not installed: pip install paceline[serve]")
 
-from live_server import LiveServer, start, tiny_generator
+from e2e.live_server import LiveServer, start, tiny_generator
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from live_server import start, tiny_generator
+
+from e2e.live_server import start, tiny_generator
 
 MESSAGES = [{"role": "user", "content": "x"}]
 LONG = {"messages": MESSAGES, "max_tokens": 200, "ignore_eos": True, "temperature": 0}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from live_server import start, tiny_generator
 
+from e2e.live_server import start, tiny_generator
 from paceline.errors import ConfigError
 from paceline.server.limits import read_keys
 

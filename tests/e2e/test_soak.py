@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import httpx
 import psutil
-from live_server import start, tiny_generator
+
+from e2e.live_server import start, tiny_generator
 
 NUM_REQUESTS = int(os.environ.get("PACELINE_SOAK_REQUESTS", "48"))
 NUM_CLIENTS = 16
