@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,12 +15,13 @@ from paceline.errors import RequestError
 
 if TYPE_CHECKING:
     from paceline.engine.generator import Generator
+    from paceline.grammar import Grammar
     from paceline.sampling import SamplingParameters
 
 MODEL_PANEL = "Model"
 SAMPLING_PANEL = "Sampling"
 # Options that are not a field of SamplingParameters under the same name and with the same meaning.
-_TRANSLATED = ("stop", "eos_token_id", "logit_bias", "bad_words")
+_TRANSLATED = ("stop", "eos_token_id", "logit_bias", "bad_words", "json_schema")
 _FILTERS = ("top_k", "top_p", "min_p")
 
 
@@ -160,6 +162,10 @@ class SamplingOptions:
         list[str] | None,
         Option(help="Text that must not appear; may be repeated.", rich_help_panel=SAMPLING_PANEL),
     ] = None
+    json_schema: Annotated[
+        Path | None,
+        Option(help="File with a JSON schema that the answer follows.", rich_help_panel=SAMPLING_PANEL),
+    ] = None
     logprobs: Annotated[
         int | None,
         Option(
@@ -178,6 +184,8 @@ class SamplingOptions:
             changes["logit_bias"] = dict(_bias(text) for text in self.logit_bias)
         if self.bad_words:
             changes["bad_words"] = _token_sequences(self.bad_words, generator)
+        if self.json_schema is not None:
+            changes["grammar"] = _grammar(self.json_schema)
         parameters = generator.default_parameters.updated(changes)
         idle = [name for name in _FILTERS if name in changes]
         if parameters.is_greedy and idle:
@@ -191,11 +199,24 @@ class SamplingOptions:
         from paceline.sampling import SamplingParameters
 
         SamplingParameters().updated(self._plain_changes())
+        if self.json_schema is not None:
+            _grammar(self.json_schema)
 
     def _plain_changes(self) -> dict[str, object]:
         """Options given by the user that SamplingParameters takes as they are."""
         names = [field.name for field in fields(self) if field.name not in _TRANSLATED]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+def _grammar(path: Path) -> Grammar:
+    """The schema in a file."""
+    from paceline.grammar import Grammar
+
+    try:
+        schema = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RequestError(f"--json-schema {str(path)!r} cannot be read as JSON: {error}") from None
+    return Grammar.json_schema(schema)
 
 
 def _bias(text: str) -> tuple[int, float]:

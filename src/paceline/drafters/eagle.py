@@ -81,6 +81,19 @@ class _Level:
     parents: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Grown:
+    """A draft of B sequences.
+
+    Attributes:
+        levels: from the root downwards.
+        depths: of each sequence, how many of them are its own.
+    """
+
+    levels: list[_Level]
+    depths: list[int]
+
+
 class EagleDrafter:
     """Drafts with an EAGLE head.
 
@@ -178,8 +191,8 @@ class EagleDrafter:
             beam, depth = min(self.top_k or usual[0], max_nodes), self.depth or usual[1]
             self._cache.open(ready, self._num_pending(ready) + depth * beam)
             last = self._catch_up(ready)
-            levels = self._grow(ready, last, beam, depth, max_nodes)
-            trees = dict(zip(ready, _trees(ready, levels, max_nodes), strict=True))
+            grown = self._grow(ready, last, beam, depth, max_nodes)
+            trees = dict(zip(ready, _trees(ready, grown, max_nodes), strict=True))
         return [trees.get(s) or DraftTree.root_only(s.last_token_id) for s in sequences]
 
     def _keep(self, sequence: Sequence, states: Tensor, end: int) -> None:
@@ -248,7 +261,7 @@ class EagleDrafter:
 
     def _grow(
         self, sequences: list[Sequence], last: EagleStates, beam: int, depth: int, max_nodes: int
-    ) -> list[_Level]:
+    ) -> _Grown:
         """Levels of the tree, the likeliest nodes of each named by their successors."""
         num_sequences, device = len(sequences), self._target.device
         lengths = torch.tensor([self._cache.lengths[s] for s in sequences])
@@ -261,8 +274,11 @@ class EagleDrafter:
         state = last.fed_back.expand(-1, width, -1)
         # Places in the cache of the nodes above each node of the beam, itself included.
         above = torch.empty(num_sequences, width, 0, dtype=torch.int64)
+        # Whether a sequence's draft goes on is its own matter, whoever else is in the batch.
+        depths = torch.full((num_sequences,), depth)
         for level_depth in range(1, depth):
-            if self._is_done(levels, chosen, max_nodes):
+            self._end_faint(depths, levels, chosen)
+            if bool((depths <= level_depth).all()) or self._is_done(levels, chosen, max_nodes):
                 break
             level = levels[-1]
             token_ids, log_probs = level.token_ids.gather(1, chosen), level.log_probs.gather(1, chosen)
@@ -289,18 +305,28 @@ class EagleDrafter:
             state = states.fed_back.gather(1, parents[:, :, None].expand(-1, -1, states.fed_back.shape[2]))
             on_host = parents.cpu()
             above = above.gather(1, on_host[:, :, None].expand(-1, -1, above.shape[2]))
-        return levels
+        return _Grown(levels, depths.tolist())
+
+    def _end_faint(self, depths: Tensor, levels: list[_Level], chosen: Tensor) -> None:
+        """End the drafts whose beam holds too little of the likelihood; on a CPU alone, see `LEAST_ALIVE`.
+
+        Args:
+            depths: int64 [B], levels that each draft has at most; lowered.
+            levels: so far.
+            chosen: int64 [B, n], the beam among the newest of them.
+        """
+        if chosen.device.type != "cpu":
+            return
+        alive = levels[-1].log_probs.gather(1, chosen).exp().sum(dim=1)
+        depths[alive < self.least_alive] = depths[alive < self.least_alive].clamp(max=len(levels))
 
     def _is_done(self, levels: list[_Level], chosen: Tensor, max_nodes: int) -> bool:
-        """Whether nothing further down can be among the likeliest `max_nodes`, or is worth its time.
+        """Whether nothing further down can be among the likeliest `max_nodes`: likelihoods only fall.
 
-        Likelihoods only fall. Asked on a CPU alone: elsewhere the answer would have to be waited for.
+        Asked on a CPU alone: elsewhere the answer would have to be waited for.
         """
         if chosen.device.type != "cpu":
             return False
-        alive = levels[-1].log_probs.gather(1, chosen).exp().sum(dim=1)
-        if bool((alive < self.least_alive).all()):
-            return True
         known = torch.cat([level.log_probs for level in levels], dim=1)
         if known.shape[1] < max_nodes:
             return False
@@ -324,8 +350,9 @@ class EagleDrafter:
         return found
 
 
-def _trees(sequences: list[Sequence], levels: list[_Level], max_nodes: int) -> list[DraftTree]:
+def _trees(sequences: list[Sequence], grown: _Grown, max_nodes: int) -> list[DraftTree]:
     """The likeliest nodes of every sequence, after one transfer; a root where likelihoods are no numbers."""
+    levels = grown.levels
     sizes = [level.token_ids.shape[1] for level in levels]
     whole = torch.stack(
         [
@@ -340,9 +367,9 @@ def _trees(sequences: list[Sequence], levels: list[_Level], max_nodes: int) -> l
         if bool(log_probs[number].isnan().any())
         else DraftTree.from_topk(
             sequence.last_token_id,
-            torch.split(token_ids[number], sizes),
-            torch.split(log_probs[number], sizes),
-            torch.split(parents[number], sizes),
+            torch.split(token_ids[number], sizes)[: grown.depths[number]],
+            torch.split(log_probs[number], sizes)[: grown.depths[number]],
+            torch.split(parents[number], sizes)[: grown.depths[number]],
             max_nodes,
         )
         for number, sequence in enumerate(sequences)

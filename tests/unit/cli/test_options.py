@@ -21,7 +21,10 @@ def test_given_options_win_over_the_models_own_defaults(generator_of):
     assert (parameters.temperature, parameters.max_new_tokens, parameters.top_k) == (0.0, 9, 50)
 
 
-def test_every_sampling_parameter_can_be_reached(generator_of):
+def test_every_sampling_parameter_can_be_reached(generator_of, tmp_path):
+    pytest.importorskip("llguidance")
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
     options = SamplingOptions(
         max_new_tokens=5,
         min_new_tokens=2,
@@ -41,6 +44,7 @@ def test_every_sampling_parameter_can_be_reached(generator_of):
         logit_bias=["7=-1.5", "8=2"],
         bad_words=["an"],
         logprobs=2,
+        json_schema=schema,
     )
     parameters = options.parameters(generator_of())
     assert all(
@@ -51,6 +55,16 @@ def test_every_sampling_parameter_can_be_reached(generator_of):
     assert parameters.stop == ("a", "b")
     assert parameters.eos_token_ids == (7, 8)
     assert parameters.logit_bias == {7: -1.5, 8: 2.0}
+
+
+@pytest.mark.parametrize("content", [None, "{", "[1]", '{"type": "objekt"}'])
+def test_a_schema_that_cannot_be_used_is_found_out_before_the_model_is_loaded(tmp_path, content):
+    pytest.importorskip("llguidance")
+    file = tmp_path / "schema.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(RequestError, match="schema"):
+        SamplingOptions(json_schema=file).check()
 
 
 def test_bad_words_are_banned_at_the_start_and_after_a_space(generator_of, tokenizer):

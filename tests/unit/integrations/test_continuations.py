@@ -101,8 +101,8 @@ def test_progress_counts_every_continuation(target_of):
     assert sum(counts) == len(items)
 
 
-def test_leaves_no_cache_behind(target_of, monkeypatch):
-    target = target_of("llama")
+def test_leaves_no_cache_behind():
+    target = HuggingFaceTarget(tiny_model("llama"))
     score_continuations(target, list(multiple_choice()), num_lanes=3)
     assert not target._slots
 
