@@ -48,9 +48,9 @@ format: install
 check-bf16: install
 	$(BIN)/paceline check --dtype bf16 --limit 100 --max-new-tokens 128 --out out/check-bf16
 
-# 200 requests from 16 clients, some of them rude (make test sends 48).
+# 200 requests from 16 clients, some of them rude (make test sends 48), and 300 made-up bodies an endpoint (25).
 soak: install
-	PACELINE_SOAK_REQUESTS=200 $(BIN)/python -m pytest tests/e2e/test_soak.py
+	PACELINE_SOAK_REQUESTS=200 PACELINE_FUZZ_EXAMPLES=300 $(BIN)/python -m pytest tests/e2e/test_soak.py tests/e2e/test_fuzz.py
 
 # The tests that touch transformers, on the oldest release that is supported (install covers the newest).
 check-transformers: $(OLD_VENV)/.installed
