@@ -99,7 +99,6 @@ class Client:
                     first = time.perf_counter() - started
         return first, time.perf_counter() - started
 
-
     def ask_whole(self, prompt: str) -> None:
         """Wait for one answer, not streamed: the client itself then takes little of the machine."""
         body = {

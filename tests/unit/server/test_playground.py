@@ -124,11 +124,11 @@ def test_runs_plain_then_speculative_and_compares_them(server, open_page):
     assert speculative["paceline"] == {"drafter": "phrase", "num_speculative_tokens": "auto", "trace": True}
     assert page.locator("#plain .answer").text_content() == TEXT
     assert page.locator("#speculative .answer").text_content() == TEXT
-    assert page.locator("#ratio").text_content() == "2.62"
+    assert page.locator("#ratio").text_content() == "2.67"
     assert page.locator("#identity").text_content() == "Both texts are identical."
     assert page.locator("#plain [data-figure=acceptance]").text_content() == "1.00"
-    assert page.locator("#speculative [data-figure=acceptance]").text_content() == "3.46"
-    assert "2.62 times as fast; the texts are identical" in page.locator("#status").text_content()
+    assert page.locator("#speculative [data-figure=acceptance]").text_content() == "3.54"
+    assert "2.67 times as fast; the texts are identical" in page.locator("#status").text_content()
 
 
 @in_browser
@@ -225,6 +225,17 @@ def test_hovering_a_word_shows_its_round(answered):
     assert page.locator(f"{WORDS}[data-marked]").all_text_contents() == ["about", " a", "third", "less"]
     page.keyboard.press("Escape")
     assert page.get_by_role("heading", name="Round 6").count() == 0
+
+
+@in_browser
+def test_a_line_break_can_be_pointed_at_and_is_seen_then(answered):
+    page = answered
+    broken = page.locator(WORDS).and_(page.get_by_label("line break"))
+    colour = "word => getComputedStyle(word, '::before').color"
+    assert broken.evaluate(colour) == "rgba(0, 0, 0, 0)"
+    broken.hover()
+    assert page.get_by_role("complementary", name="Round 8").is_visible()
+    assert broken.evaluate(colour) != "rgba(0, 0, 0, 0)"
 
 
 @in_browser
