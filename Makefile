@@ -34,14 +34,15 @@ test: install lint
 	$(BIN)/python -m pytest
 
 lint: install
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests examples .ci
+	$(BIN)/ruff format --check src tests examples .ci
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/audit.py
 
 format: install
-	$(BIN)/ruff check --fix src tests
-	$(BIN)/ruff format src tests
+	$(BIN)/ruff check --fix src tests examples .ci
+	$(BIN)/ruff format src tests examples .ci
 
 # 100 prompts of 128 tokens in bf16: every first difference from Hugging Face generate() must be a near-tie.
 # Answers are kept in out/check-bf16, so an interrupted check goes on.
