@@ -7,6 +7,9 @@ One tensor holds the keys and values of all layers that share a shape: [G, slots
 key or value) pairs. A sequence owns one slot. Compacting an accepted path or moving a sequence to another
 slot is then one indexed copy per shape, not two per layer, and a forward reads plain views: nothing is
 concatenated or cloned.
+
+On a CPU the tensor has room for far more than is reserved: pages that nobody has written to take no memory,
+so that texts and sequences are added without moving what is there.
 """
 
 from __future__ import annotations
@@ -22,8 +25,12 @@ from transformers.cache_utils import Cache
 
 from paceline.errors import IncompatibleModelError
 from paceline.kernels.cache import compact_rows, copy_lane
+from paceline.kernels.pages import lazy_zeros
 
 BLOCK_LEN = 128
+ROOM_SLOTS = 64
+ROOM_LEN = 8192
+"""Slots and positions that the buffers of a CPU have room for; beyond, they move to twice as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +42,13 @@ class Growth:
         tail_len: positions at the end of every slot that no text uses: rows that stand for nothing write
             there.
         doubles_slots: the number of slots is a power of two.
+        is_lazy: on a CPU, buffers have room to spare; memory is taken as it is written.
     """
 
     block_len: int = BLOCK_LEN
     tail_len: int = 0
     doubles_slots: bool = False
+    is_lazy: bool = True
 
     def slots_for(self, num_sequences: int) -> int:
         """Slots to reserve for so many sequences."""
@@ -120,8 +129,8 @@ class KVCache(Cache):  # type: ignore[misc]
     """Slots of preallocated keys and values; see the module docstring for the layout.
 
     Attributes:
-        num_slots: sequences that fit.
-        capacity: positions of a slot, the tail included.
+        num_slots: sequences that are reserved.
+        capacity: positions of a slot that are reserved, the tail included.
         generation: changes whenever the buffers move.
     """
 
@@ -153,12 +162,15 @@ class KVCache(Cache):  # type: ignore[misc]
         self.num_slots = 0
         self.capacity = 0
         self.generation = 0
+        # Slots and positions of the buffers as they are.
+        self._room = (0, 0)
         self.reserve(1, 1)
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes held by all buffers."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
+    def num_bytes_per_token(self) -> int:
+        """Bytes of one position of one slot, all layers."""
+        num_numbers = sum(heads * size * len(members) for (heads, size), members in self._members.items())
+        return num_numbers * self._dtype.itemsize
 
     @property
     def tail(self) -> int:
@@ -172,20 +184,39 @@ class KVCache(Cache):  # type: ignore[misc]
         capacity = max(self._growth.capacity_for(length), self.capacity)
         if (num_slots, capacity) == (self.num_slots, self.capacity):
             return
+        if num_slots > self._room[0] or capacity > self._room[1]:
+            self._move_to(num_slots, capacity)
+        self.num_slots, self.capacity = num_slots, capacity
+
+    def _move_to(self, num_slots: int, capacity: int) -> None:
+        """Take larger buffers and copy everything that is there."""
         for shape, members in self._members.items():
             num_heads, size = shape
-            # Zeros, not empty: attention multiplies masked positions by exactly 0, and 0 * NaN would be NaN.
-            grown = torch.zeros(
-                len(members), num_slots, num_heads, capacity, size, dtype=self._dtype, device=self._device
-            )
+            grown = self._zeros(len(members), num_slots, num_heads, capacity, size)
             if shape in self._buffers:
-                grown[:, : self.num_slots, :, : self.capacity] = self._buffers[shape]
+                part = self._buffers[shape][:, : self.num_slots, :, : self.capacity]
+                grown[:, : self.num_slots, :, : self.capacity] = part
             self._buffers[shape] = grown
             for number, (layer, is_value) in enumerate(members):
                 (self._values if is_value else self._keys)[layer] = grown[number]
-        self.num_slots, self.capacity = num_slots, capacity
+        rooms = [(buffer.shape[1], buffer.shape[3]) for buffer in self._buffers.values()]
+        self._room = (min(slots for slots, _ in rooms), min(length for _, length in rooms))
         self.generation += 1
         self._addresses = None
+
+    def _zeros(self, num_members: int, num_slots: int, num_heads: int, capacity: int, size: int) -> Tensor:
+        """A buffer: with room to spare where that takes no memory.
+
+        Zeros, not empty: attention multiplies masked positions by exactly 0, and 0 * NaN would be NaN.
+        """
+        if self._device.type == "cpu" and self._growth.is_lazy:
+            slots = max(ROOM_SLOTS, 2 * num_slots if num_slots > ROOM_SLOTS else 0)
+            length = max(ROOM_LEN, 2 * capacity if capacity > ROOM_LEN else 0)
+            roomy = lazy_zeros((num_members, slots, num_heads, length, size), self._dtype)
+            if roomy is not None:
+                return roomy
+        shape = (num_members, num_slots, num_heads, capacity, size)
+        return torch.zeros(shape, dtype=self._dtype, device=self._device)
 
     def open_window(self, first_slot: int, starts: Seq[int], num_tokens: int) -> int:
         """Announce the next forward: rows `first_slot...` each write `num_tokens` at their own start.

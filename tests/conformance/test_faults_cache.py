@@ -10,6 +10,7 @@ import transformers
 from torch import nn
 
 from conftest import PROMPTS
+from paceline import kv_cache
 from paceline.drafters.phrase import PhraseDrafter
 from paceline.engine.generator import Generator
 from paceline.engine.load import load
@@ -233,9 +234,16 @@ def test_buffers_stay_in_place_while_drafts_are_rejected(decoys, target_of, toke
     assert [t.data_ptr() for t in (*target.kv_cache._keys, *target.kv_cache._values)] == places
 
 
-def test_buffers_grow_without_losing_what_they_hold(target_of, tokenizer):
+@pytest.mark.parametrize("buffers", ["roomy", "moved", "taken whole"])
+def test_buffers_grow_without_losing_what_they_hold(buffers, target_of, tokenizer, monkeypatch):
     """Row 27: more tokens, and more sequences, than a first block has room for."""
+    if buffers == "moved":
+        monkeypatch.setattr(kv_cache, "ROOM_SLOTS", 1)
+        monkeypatch.setattr(kv_cache, "ROOM_LEN", 128)
+    if buffers == "taken whole":
+        monkeypatch.setattr(kv_cache, "lazy_zeros", lambda *_: None)
     target = HuggingFaceTarget(target_of("llama").model)
+    generation = target.kv_cache.generation
     assert target.kv_cache.capacity == 128
     prompts = [PROMPTS[2] * 3 + PROMPTS[1], PROMPTS[2], PROMPTS[1]]
     expected = {tuple(p): greedy_oracle(target.model, p, 30) for p in prompts}
@@ -244,6 +252,7 @@ def test_buffers_grow_without_losing_what_they_hold(target_of, tokenizer):
     results = generator.generate_batch(prompts, SamplingParameters(max_new_tokens=30))
     assert [list(r.token_ids) for r in results] == list(expected.values())
     assert target.kv_cache.capacity == 256
+    assert (target.kv_cache.generation == generation) == (buffers == "roomy")
 
 
 @pytest.mark.parametrize("prefill_chunk", [512, 10])

@@ -1,4 +1,4 @@
-"""Give memory back to the system before the last reference to it is gone.
+"""Memory by the page: give pages back before the last reference is gone, take them only as they are used.
 
 Weights read from safetensors are views of one mapping of the file, which stays as long as any of them does.
 The pages of a single weight can be given back all the same.
@@ -9,10 +9,15 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+from collections.abc import Sequence as Seq
+from math import prod
 
+import torch
 from torch import Tensor
 
 _MADV_DONTNEED = 4
+# Python names it since 3.13; the value is that of Linux on x86 and ARM.
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 def trim_heap() -> None:
@@ -22,6 +27,27 @@ def trim_heap() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
+
+
+def lazy_zeros(shape: Seq[int], dtype: torch.dtype) -> Tensor | None:
+    """Zeros on the CPU that take memory page by page as they are written, however large the whole is.
+
+    Returns:
+        The tensor; None where the system has no such memory or refuses so much.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        mapped = mmap.mmap(
+            -1,
+            max(prod(shape) * dtype.itemsize, 1),
+            flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE,
+        )
+        # A huge page would be taken whole for the few bytes that one text writes to it.
+        mapped.madvise(mmap.MADV_NOHUGEPAGE)
+    except (OSError, OverflowError):
+        return None
+    return torch.frombuffer(mapped, dtype=dtype, count=prod(shape)).view(*shape)
 
 
 def drop_pages(tensor: Tensor) -> int:

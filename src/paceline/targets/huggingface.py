@@ -37,7 +37,7 @@ from paceline.targets.probe import (
 from paceline.targets.static_forward import CaptureError, GraphCapture, StaticDecoder
 from paceline.transfers import upload
 
-STATIC_GROWTH = Growth(block_len=1024, tail_len=MAX_WIDTH, doubles_slots=True)
+STATIC_GROWTH = Growth(block_len=1024, tail_len=MAX_WIDTH, doubles_slots=True, is_lazy=False)
 """Of the cache under captured forwards: large steps, since each one means capturing anew."""
 
 
@@ -206,7 +206,7 @@ class HuggingFaceTarget:
     @property
     def num_cache_bytes_per_token(self) -> int:
         """Bytes of keys and values, all layers, that one cached token takes."""
-        return self.kv_cache.num_bytes // (self.kv_cache.num_slots * self.kv_cache.capacity)
+        return self.kv_cache.num_bytes_per_token
 
     @property
     def architecture_name(self) -> str:

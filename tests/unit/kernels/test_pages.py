@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from paceline.kernels.pages import drop_pages
+from paceline.kernels.pages import drop_pages, lazy_zeros
 
 SCRIPT = """
 import psutil, sys, torch
@@ -50,3 +50,41 @@ def test_neighbours_in_the_same_storage_keep_their_content():
 def test_small_and_strided_tensors_are_left_alone():
     assert drop_pages(torch.ones(4)) == 0
     assert drop_pages(torch.ones(4000, 4)[:, 1]) == 0
+
+
+LAZY_SCRIPT = """
+import psutil, torch
+from paceline.kernels.pages import lazy_zeros
+
+rss = lambda: psutil.Process().memory_info().rss
+before = rss()
+zeros = lazy_zeros((64, 1 << 30), torch.bfloat16)
+zeros[:, :1000] = 1.0
+assert rss() - before < 64 << 20, (before, rss())
+assert float(zeros[63, :2000].float().sum()) == 1000.0
+written = rss()
+zeros[5, : 64 << 20] = 1.0
+assert rss() - written > 120 << 20, "what is written takes memory"
+written = rss()
+del zeros
+assert written - rss() > 120 << 20, "it leaves with the tensor"
+"""
+
+
+@linux
+def test_lazy_zeros_take_memory_as_they_are_written():
+    run = subprocess.run([sys.executable, "-c", LAZY_SCRIPT], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+@linux
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lazy_zeros_are_zeros_of_that_shape(dtype):
+    zeros = lazy_zeros((2, 3, 5), dtype)
+    assert zeros.dtype == dtype
+    assert torch.equal(zeros, torch.zeros(2, 3, 5, dtype=dtype))
+
+
+@linux
+def test_more_than_there_is_room_for_is_none():
+    assert lazy_zeros((1 << 40, 1 << 30), torch.float32) is None
