@@ -61,12 +61,16 @@ PROBE_ROUNDS = 4
 WINDOW_DECAY = 0.95
 """Of those rounds' weight, per further round."""
 LEAST_GAIN = 0.05
-"""By how much drafting has to be expected to be faster, for one sequence and again for every doubling of
-their number: estimates err, and sequences that are drafted for end at different times, the last alone."""
+"""By how much drafting has to be expected to be faster for one sequence, and by half of it more for every
+doubling of their number: estimates err, and sequences that are drafted for end at different times, the last
+alone."""
 COST_WEIGHT = 0.1
 """Of the newest round in what drafting takes."""
 FIRST_PAUSE, LONGEST_PAUSE = 8, 256
 """Plain rounds between two probes, doubled while drafting does not pay."""
+TIMED_ROUNDS = 8
+"""Plain rounds of a pause, the newest, that tell what a plain step costs: drafted ones tell it only together
+with what further rows add. More would push those out of what is remembered."""
 
 
 def budget_of(
@@ -150,16 +154,19 @@ class AdaptiveBudget:
         # Expected tokens and seconds of the newest drafted rounds, and those of the round in flight.
         self._window = _Window()
         self._expected, self._forward_seconds, self._plain_rate = 0.0, 0.0, 0.0
-        self._measured = MeasuredCost(1.0, 0.0)
+        # What the table says of the round in flight; None: it is not compared.
+        self._measured: MeasuredCost | None = None
         self._table: Reals = np.zeros(0)
         self._table_len = -1
 
-    def allot(self, num_sequences: int) -> int:  # noqa: ARG002
+    def allot(self, num_sequences: int) -> int:
         """A few more nodes than were worth verifying lately, or none while drafting pauses."""
         self._has_drafts = False
         self._is_asked = self._pause == 0
         if self._pause > 0:
             self._pause -= 1
+            is_timed = self._pause < TIMED_ROUNDS and len(self._table) > num_sequences
+            self._measured = MeasuredCost(float(self._table[num_sequences]), 0.0) if is_timed else None
             return 0
         return min(self.max_nodes, LEAST_ASKED + int(ASKED_PER_KEPT * self._most_kept))
 
@@ -195,12 +202,8 @@ class AdaptiveBudget:
         """Compare what the verified nodes were worth with what was accepted; note the drafting time."""
         num_rows = sum(len(tree) for tree in trees)
         # Rounds that read prompts as well say little about the others.
-        if self._is_asked and timing.num_rows == num_rows:
-            if self._has_drafts:
-                self._draft_seconds.add(timing.draft_seconds)
-            # On CUDA a forward is only started; waiting for it counts as verification.
-            self._correction.add(self._measured, timing.forward_seconds + timing.verify_seconds)
-            self._judge(len(trees), timing.draft_seconds)
+        if timing.num_rows == num_rows:
+            self._learn(len(trees), timing)
         if num_rows == len(trees):
             return
         self._claimed = PRIOR + DECAY * (self._claimed - PRIOR)
@@ -217,6 +220,17 @@ class AdaptiveBudget:
                 self._accepted[: len(result.accepted_ids)] += 1.0
         self._factors = _factors(self._accepted, self._claimed)
 
+    def _learn(self, num_sequences: int, timing: RoundTiming) -> None:
+        """Compare what the round took with what it was expected to take."""
+        # On CUDA a forward is only started; waiting for it counts as verification.
+        seconds = timing.forward_seconds + timing.verify_seconds
+        if self._measured is not None:
+            self._correction.add(self._measured, seconds)
+        if self._is_asked:
+            if self._has_drafts:
+                self._draft_seconds.add(timing.draft_seconds)
+            self._judge(num_sequences, timing.draft_seconds)
+
     def _seconds(self, num_rows: int, cached_len: float) -> Reals:
         """float64: cost of forwards of 0, 1, ... at least `num_rows` rows, for lengths rounded down."""
         length = int(cached_len) // LENGTH_STEP * LENGTH_STEP
@@ -231,7 +245,7 @@ class AdaptiveBudget:
         self._window.add(self._forward_seconds + draft_seconds, self._expected / self._plain_rate)
         if self._window.num_rounds < PROBE_ROUNDS:
             return
-        least = 1.0 + LEAST_GAIN * math.log2(2 * num_sequences)
+        least = 1.0 + LEAST_GAIN * (1.0 + math.log2(num_sequences) / 2)
         if least * self._window.seconds <= self._window.plain_seconds:
             self._next_pause = FIRST_PAUSE
             return

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.engine import forward_cost
+from paceline.engine.cost_correction import MeasuredCost
 from paceline.engine.forward_cost import ForwardCost
 from paceline.engine.node_budget import (
     LEAST_ASKED,
@@ -237,7 +238,14 @@ def test_batches_of_changing_size_are_judged_by_the_time_that_they_save():
 
 @pytest.mark.parametrize(
     ("num_sequences", "gain", "is_paused"),
-    [(1, 0.98, True), (1, 1.03, True), (1, 1.08, False), (16, 1.08, True), (16, 1.2, True), (16, 1.3, False)],
+    [
+        (1, 0.98, True),
+        (1, 1.03, True),
+        (1, 1.08, False),
+        (16, 1.08, True),
+        (16, 1.12, True),
+        (16, 1.2, False),
+    ],
 )
 def test_drafting_has_to_gain_more_than_it_may_be_wrong_by(num_sequences, gain, is_paused):
     """One free node that is accepted for sure: two tokens for the price of one; drafting takes the rest."""
@@ -251,6 +259,48 @@ def test_drafting_has_to_gain_more_than_it_may_be_wrong_by(num_sequences, gain, 
         timing = RoundTiming(draft_seconds, 0.02, 0.0, 0.0, num_sequences, sum(map(len, trees)))
         budget.observe(trees, [accept(1)] * num_sequences, timing)
     assert (budget._pause > 0) == is_paused
+
+
+def test_plain_rounds_tell_what_a_plain_step_costs():
+    """Drafts of one width alone cannot tell a dear step from dear rows; the end of a pause does."""
+    budget = AdaptiveBudget(LINEAR)
+
+    def rounds(count: int, **options: float) -> None:
+        for _ in range(count):
+            num_nodes = 8 if budget.allot(4) else 0
+            trees = [chain(*[0.5] * num_nodes)] * 4
+            budget._pause = options.get("pause", budget._pause)
+            if num_nodes:
+                budget._measured = MeasuredCost(0.0215, 0.0005 * 32)
+            seconds = 0.0215 * 1.5 + 0.0005 * num_nodes * 4
+            timing = RoundTiming(0.001, seconds, 0.0, 0.0, 4, 4 + 4 * num_nodes)
+            budget.observe(trees, [accept(0)] * 4, timing)
+
+    budget.allot(4)
+    budget.prune([chain(0.5)] * 4, 100.0)
+    rounds(20, pause=0)
+    assert budget._correction.base < 1.4, "part of it is taken for the rows'"
+    budget._pause = 40
+    rounds(40)
+    assert budget._correction.base == pytest.approx(1.5, rel=0.02)
+
+
+def test_a_long_pause_leaves_most_of_what_was_learned_about_rows():
+    budget = AdaptiveBudget(LINEAR)
+    for number in range(60):
+        budget.allot(1)
+        trees = budget.prune([chain(*[0.9] * (1 + number % 8))], 100.0)
+        num_nodes = trees[0].num_draft_tokens
+        timing = RoundTiming(0.001, 0.020 + 0.001 * num_nodes, 0.0, 0.0, 1, num_nodes + 1)
+        budget.observe(trees, [accept(num_nodes)], timing)
+        budget._pause = 0
+    slope = budget._correction.slope
+    assert slope > 1.6
+    budget._pause = 256
+    for _ in range(256):
+        assert budget.allot(1) == 0
+        budget.observe([chain()], [accept(0)], RoundTiming(0.0, 0.020, 0.0, 0.0, 1, 1))
+    assert budget._correction.slope > 0.9 * slope
 
 
 def test_time_in_the_verifier_counts_as_time_of_the_forward():
