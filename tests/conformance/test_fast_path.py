@@ -14,6 +14,7 @@ from conftest import PROMPTS
 from paceline.drafters.none import NoDrafter
 from paceline.engine.generator import Generator
 from paceline.engine.load import load
+from paceline.engine.prefill import FixedPace
 from paceline.errors import ConfigError, UnsupportedFeatureError
 from paceline.kernels import build
 from paceline.sampling import SamplingParameters
@@ -326,3 +327,26 @@ def test_a_forked_process_gets_threads_of_its_own():
     """The threads of a pool are not there after a fork: waiting for them would take for ever."""
     run = subprocess.run([sys.executable, "-c", FORKED], check=False, timeout=120)
     assert run.returncode == 0
+
+
+@pytest.mark.parametrize("execution", ["fast", "eager"])
+def test_a_piece_shares_its_forward_with_those_that_decode_where_rows_are_not_padded(execution, tokenizer):
+    """Rows of prompts and of trees in one forward; what is padded takes a forward each."""
+    target = HuggingFaceTarget(model_of("llama"), execution=execution)
+    forward, seen = target.forward, []
+    generator = Generator(target, tokenizer, NoDrafter())
+    generator.engine.pace = FixedPace(8)
+    prompts = [PROMPTS[0], PROMPTS[2] * 3]
+    alone = [generator.generate(list(p), SamplingParameters(max_new_tokens=24)).token_ids for p in prompts]
+    target.forward = lambda segments, *rest: seen.append(segments) or forward(segments, *rest)
+    first = generator.open(list(prompts[0]), SamplingParameters(max_new_tokens=24))
+    while not first.sequence.output_ids:
+        generator.engine.round()
+    seen.clear()
+    second = generator.open(list(prompts[1]), SamplingParameters(max_new_tokens=24))
+    while generator.engine.has_work:
+        generator.engine.round()
+    assert [tuple(first.sequence.output_ids), tuple(second.sequence.output_ids)] == alone
+    kinds = [{bool(segment.prefix_ids) for segment in segments} for segments in seen]
+    assert ({True, False} in kinds) == (execution == "fast")
+    assert sum({True} <= kind for kind in kinds) >= 3

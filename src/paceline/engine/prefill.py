@@ -11,7 +11,11 @@ from paceline.errors import ConfigError
 
 PREFILL_CHUNK = 512
 """Most prompt tokens of one forward."""
-LEAST_CHUNK = 16
+LEAST_CHUNK = 64
+"""Of a timed piece: fewer would not shorten the wait of others by much, since a forward costs something
+beside its tokens, and prompts would take far longer."""
+LARGEST_END = 1.5
+"""Pieces that the end of a prompt may be long."""
 SPEED_WEIGHT = 0.3
 """Of the newest piece in what a token is taken to cost."""
 
@@ -22,6 +26,9 @@ class PrefillPace(Protocol):
     @property
     def chunk_len(self) -> int:
         """So many."""
+
+    def take(self, num_pending: int) -> int:
+        """How many of one sequence's pending ones are read now."""
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learn from a piece that was read."""
@@ -38,6 +45,10 @@ class FixedPace:
         if chunk_len < 1:
             raise ConfigError(f"prefill_chunk is {chunk_len}: it must be at least 1")
         self.chunk_len = chunk_len
+
+    def take(self, num_pending: int) -> int:
+        """See `PrefillPace`."""
+        return min(num_pending, self.chunk_len)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Nothing is learned."""
@@ -56,6 +67,10 @@ class TimedPace:
             raise ConfigError(f"prefill_seconds is {seconds}: it must be above 0")
         self._seconds, self._most = seconds, most
         self.chunk_len = min(LEAST_CHUNK, most)
+
+    def take(self, num_pending: int) -> int:
+        """See `PrefillPace`; a short rest is read along, which takes less time than a forward of its own."""
+        return num_pending if num_pending <= self.chunk_len * LARGEST_END else self.chunk_len
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Go towards the length that would have taken as long as asked for, at most to twice this one."""

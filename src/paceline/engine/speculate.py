@@ -189,7 +189,13 @@ class SpeculativeEngine:
             self._running[sequence] = self._submitted.pop(sequence)
         arriving = [s for s in self._running if self._num_pending(s)]
         decoding = [s for s in self._running if not self._num_pending(s)]
-        for group in (*self._prefill_groups(arriving), decoding):
+        groups = self._prefill_groups(arriving)
+        if groups and not self.target.pads_rows:
+            # One forward more of the weights is saved, and nobody computes rows for the others' prompts.
+            groups[-1] = [*groups[-1], *decoding]
+        else:
+            groups.append(decoding)
+        for group in groups:
             present = [s for s in group if s in self._running]
             if present:
                 yield self._step(present)
@@ -223,6 +229,11 @@ class SpeculativeEngine:
         """Committed tokens in front of the root that are not cached yet."""
         return len(sequence) - 1 - self.target.cached_len(sequence)
 
+    def _ends(self, sequence: Sequence) -> bool:
+        """Whether the next forward reads all that is pending."""
+        num_pending = self._num_pending(sequence)
+        return self.pace.take(num_pending) == num_pending
+
     def _prefill_groups(self, arriving: list[Sequence]) -> list[list[Sequence]]:
         """Split arriving sequences so that one padded forward holds at most a chunk of prompt tokens.
 
@@ -230,8 +241,8 @@ class SpeculativeEngine:
         one reads a piece, since everybody would wait for all of their pieces.
         """
         most = self.pace.chunk_len
-        short = [s for s in arriving if self._num_pending(s) <= most]
-        long = self._next_to_read([s for s in arriving if self._num_pending(s) > most])
+        short = [s for s in arriving if self._ends(s)]
+        long = self._next_to_read([s for s in arriving if not self._ends(s)])
         groups: list[list[Sequence]] = []
         widest = 0
         for sequence in short:
@@ -257,11 +268,10 @@ class SpeculativeEngine:
     def _advance(self, group: list[Sequence]) -> list[RoundOutcome]:
         """Draft, forward and verify one group; prompt chunks that are not the last only fill the cache."""
         started = perf_counter()
-        chunk_len = self.pace.chunk_len
-        complete = [s for s in group if self._num_pending(s) <= chunk_len]
+        complete = [s for s in group if self._ends(s)]
         trees = self._draft(complete)
         drafted = perf_counter()
-        segments = [self._segment(s, trees.get(s), chunk_len) for s in group]
+        segments = [self._segment(s, trees.get(s)) for s in group]
         output = self.target.forward(segments, self.drafter.required_features)
         logits = output.tree_logits() if complete else None
         forwarded = perf_counter()
@@ -316,13 +326,13 @@ class SpeculativeEngine:
         cached_len = sum(map(self.target.cached_len, sequences)) / len(sequences)
         return dict(zip(sequences, self.budget.prune(legal, cached_len), strict=True))
 
-    def _segment(self, sequence: Sequence, tree: DraftTree | None, chunk_len: int) -> Segment:
+    def _segment(self, sequence: Sequence, tree: DraftTree | None) -> Segment:
         """Uncached prompt tokens, then the tree when the whole prompt fits."""
         start = self.target.cached_len(sequence)
         num_pending = len(sequence) - 1 - start
         if num_pending == 0:
             return Segment(sequence, (), tree)
-        prefix = sequence.token_ids[start : start + min(num_pending, chunk_len)]
+        prefix = sequence.token_ids[start : start + self.pace.take(num_pending)]
         return Segment(sequence, tuple(prefix), tree)
 
     def _verify(
