@@ -57,7 +57,7 @@ def serve(
     prefill_seconds: Annotated[
         float,
         Option(help="About how long a piece of a prompt may hold up others.", rich_help_panel=LIMITS_PANEL),
-    ] = 0.02,
+    ] = 0.015,
     max_body_bytes: Annotated[int, Option(help="Of a request.", rich_help_panel=LIMITS_PANEL)] = 4 << 20,
 ) -> None:
     """Serve the model over HTTP, as OpenAI's API does; a playground is at /."""

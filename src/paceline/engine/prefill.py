@@ -11,11 +11,10 @@ from paceline.errors import ConfigError
 
 PREFILL_CHUNK = 512
 """Most prompt tokens of one forward."""
-LEAST_CHUNK = 64
-"""Of a timed piece: fewer would not shorten the wait of others by much, since a forward costs something
-beside its tokens, and prompts would take far longer."""
-LARGEST_END = 1.5
-"""Pieces that the end of a prompt may be long."""
+LEAST_CHUNK = 16
+WHOLE_LEN = 96
+"""Tokens up to which a prompt, or the end of one, is read at once, however short pieces are: several forwards take
+far longer, since each costs something beside its tokens."""
 SPEED_WEIGHT = 0.3
 """Of the newest piece in what a token is taken to cost."""
 
@@ -66,11 +65,12 @@ class TimedPace:
         if not seconds > 0:
             raise ConfigError(f"prefill_seconds is {seconds}: it must be above 0")
         self._seconds, self._most = seconds, most
+        self._whole_len = min(WHOLE_LEN, most)
         self.chunk_len = min(LEAST_CHUNK, most)
 
     def take(self, num_pending: int) -> int:
-        """See `PrefillPace`; a short rest is read along, which takes less time than a forward of its own."""
-        return num_pending if num_pending <= self.chunk_len * LARGEST_END else self.chunk_len
+        """See `PrefillPace`."""
+        return num_pending if num_pending <= max(self.chunk_len, self._whole_len) else self.chunk_len
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Go towards the length that would have taken as long as asked for, at most to twice this one."""

@@ -17,7 +17,7 @@ def test_a_fixed_pace_never_changes():
 
 
 @pytest.mark.parametrize(
-    ("seconds_per_token", "expected"), [(0.0002, 100), (0.0001, 200), (0.00001, 512), (0.1, LEAST_CHUNK)]
+    ("seconds_per_token", "expected"), [(0.0005, 40), (0.0001, 200), (0.00001, 512), (0.1, LEAST_CHUNK)]
 )
 def test_pieces_come_to_take_as_long_as_asked_for(seconds_per_token, expected):
     pace = TimedPace(0.02)
@@ -42,6 +42,11 @@ def test_no_time_at_all_is_refused():
         TimedPace(0)
 
 
-def test_the_end_of_a_prompt_may_be_longer_than_a_piece():
+def test_short_prompts_and_the_ends_of_long_ones_are_read_at_once():
     assert [FixedPace(10).take(pending) for pending in (1, 10, 11, 25)] == [1, 10, 10, 10]
-    assert [TimedPace(0.02).take(pending) for pending in (1, 64, 96, 97, 500)] == [1, 64, 96, 64, 64]
+    pace = TimedPace(0.02)
+    assert [pace.take(pending) for pending in (1, 64, 96, 97, 500)] == [1, 64, 96, 16, 16]
+    for _ in range(60):
+        pace.observe(pace.chunk_len, pace.chunk_len * 0.0001)
+    assert [pace.take(pending) for pending in (96, 150, 500)] == [96, 150, pace.chunk_len]
+    assert TimedPace(0.02, most=20).take(30) == 16
