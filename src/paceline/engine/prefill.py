@@ -13,8 +13,8 @@ PREFILL_CHUNK = 512
 """Most prompt tokens of one forward."""
 LEAST_CHUNK = 16
 WHOLE_LEN = 96
-"""Tokens up to which a prompt, or the end of one, is read at once, however short pieces are: several forwards take
-far longer, since each costs something beside its tokens."""
+"""Tokens up to which a prompt, or the end of one, is read at once, however short pieces are: several forwards
+take far longer, since each costs something beside its tokens."""
 SPEED_WEIGHT = 0.3
 """Of the newest piece in what a token is taken to cost."""
 
