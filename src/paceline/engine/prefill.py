@@ -1,13 +1,15 @@
-"""How much of a prompt is read at once: as much as fits a forward, or little, so that others wait briefly.
+"""Whose prompt is read next and how much of it: what fits a forward, or little, so that others wait briefly.
 
 While a prompt is read nobody else gets a token, so a server reads long ones in pieces of a given time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from paceline.errors import ConfigError
+from paceline.sequence import Sequence
 
 PREFILL_CHUNK = 512
 """Most prompt tokens of one forward."""
@@ -15,6 +17,8 @@ LEAST_CHUNK = 16
 WHOLE_LEN = 96
 """Tokens up to which a prompt, or the end of one, is read at once, however short pieces are: several forwards
 take far longer, since each costs something beside its tokens."""
+MAX_PASSED_OVER = 3
+"""Pieces of shorter prompts that are read in a row while a longer one waits."""
 SPEED_WEIGHT = 0.3
 """Of the newest piece in what a token is taken to cost."""
 
@@ -81,3 +85,41 @@ class TimedPace:
         moved = self.chunk_len + SPEED_WEIGHT * (wanted - self.chunk_len)
         bounded = min(moved, 2.0 * self.chunk_len, self._most)
         self.chunk_len = max(min(LEAST_CHUNK, self._most), int(bounded))
+
+
+class ReadingOrder:
+    """Which of the prompts that arrived are read in a round."""
+
+    def __init__(self) -> None:
+        self._num_passed_over = 0
+
+    def groups(self, pending: Mapping[Sequence, int], pace: PrefillPace) -> list[list[Sequence]]:
+        """Those that share a forward: a padded one holds at most a piece of prompt tokens, or one prompt.
+
+        Those whose prompt ends in this round come first: they are about to say something. Of the others only
+        one reads a piece, since everybody would wait for all of their pieces.
+
+        Args:
+            pending: tokens that each still has to read, in the order of arrival.
+            pace: how much of them a forward may hold.
+        """
+        short = {s: n for s, n in pending.items() if pace.take(n) == n}
+        groups: list[list[Sequence]] = []
+        widest = 0
+        for sequence, width in short.items():
+            if groups and max(widest, width) * (len(groups[-1]) + 1) <= pace.chunk_len:
+                groups[-1].append(sequence)
+                widest = max(widest, width)
+            else:
+                groups.append([sequence])
+                widest = width
+        long = [s for s in pending if s not in short]
+        return [*groups, [self._next_to_read(long, pending)]] if long else groups
+
+    def _next_to_read(self, long: list[Sequence], pending: Mapping[Sequence, int]) -> Sequence:
+        """The one with the least left to read; now and then the one that came first, so that it ends too."""
+        chosen = min(long, key=lambda sequence: pending[sequence])
+        if chosen is not long[0] and self._num_passed_over == MAX_PASSED_OVER:
+            chosen = long[0]
+        self._num_passed_over = 0 if chosen is long[0] else self._num_passed_over + 1
+        return chosen

@@ -29,7 +29,7 @@ from paceline.drafters.switching import SwitchingDrafter
 from paceline.engine.grammar import GrammarTokenizer
 from paceline.engine.log_probs import token_log_probs
 from paceline.engine.node_budget import NodeBudget, budget_of
-from paceline.engine.prefill import PREFILL_CHUNK, FixedPace, PrefillPace
+from paceline.engine.prefill import PREFILL_CHUNK, FixedPace, PrefillPace, ReadingOrder
 from paceline.engine.processors import TreeProcessor, build_processors
 from paceline.engine.stats import RoundTiming
 from paceline.errors import ConfigError, RequestError, ShapeError
@@ -38,9 +38,6 @@ from paceline.sequence import Segment, Sequence, VerifyResult
 from paceline.targets.base import TargetModel
 from paceline.tree import DraftTree
 from paceline.verifiers.base import Verifier
-
-MAX_PASSED_OVER = 3
-"""Pieces of shorter prompts that are read in a row while a longer one waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +101,7 @@ class SpeculativeEngine:
         self.max_batch_size = max_batch_size
         self.pace = FixedPace(prefill_chunk) if isinstance(prefill_chunk, int) else prefill_chunk
         self._grammars = grammars
-        self._num_passed_over = 0
+        self._reading_order = ReadingOrder()
         self._waiting: deque[Sequence] = deque()
         self._running: dict[Sequence, _Running] = {}
         self._submitted: dict[Sequence, _Running] = {}
@@ -187,9 +184,9 @@ class SpeculativeEngine:
         while self._waiting and len(self._running) < self.max_batch_size:
             sequence = self._waiting.popleft()
             self._running[sequence] = self._submitted.pop(sequence)
-        arriving = [s for s in self._running if self._num_pending(s)]
-        decoding = [s for s in self._running if not self._num_pending(s)]
-        groups = self._prefill_groups(arriving)
+        pending = {s: self._num_pending(s) for s in self._running}
+        decoding = [s for s, num_pending in pending.items() if not num_pending]
+        groups = self._reading_order.groups({s: n for s, n in pending.items() if n}, self.pace)
         if groups and not self.target.pads_rows:
             # One forward more of the weights is saved, and nobody computes rows for the others' prompts.
             groups[-1] = [*groups[-1], *decoding]
@@ -233,37 +230,6 @@ class SpeculativeEngine:
         """Whether the next forward reads all that is pending."""
         num_pending = self._num_pending(sequence)
         return self.pace.take(num_pending) == num_pending
-
-    def _prefill_groups(self, arriving: list[Sequence]) -> list[list[Sequence]]:
-        """Split arriving sequences so that one padded forward holds at most a chunk of prompt tokens.
-
-        Those whose prompt ends in this round come first: they are about to say something. Of the others only
-        one reads a piece, since everybody would wait for all of their pieces.
-        """
-        most = self.pace.chunk_len
-        short = [s for s in arriving if self._ends(s)]
-        long = self._next_to_read([s for s in arriving if not self._ends(s)])
-        groups: list[list[Sequence]] = []
-        widest = 0
-        for sequence in short:
-            width = self._num_pending(sequence)
-            if groups and max(widest, width) * (len(groups[-1]) + 1) <= most:
-                groups[-1].append(sequence)
-                widest = max(widest, width)
-            else:
-                groups.append([sequence])
-                widest = width
-        return groups if long is None else [*groups, [long]]
-
-    def _next_to_read(self, long: list[Sequence]) -> Sequence | None:
-        """The one with the least left to read; now and then the one that came first, so that it ends too."""
-        if not long:
-            return None
-        chosen = min(long, key=self._num_pending)
-        if chosen is not long[0] and self._num_passed_over == MAX_PASSED_OVER:
-            chosen = long[0]
-        self._num_passed_over = 0 if chosen is long[0] else self._num_passed_over + 1
-        return chosen
 
     def _advance(self, group: list[Sequence]) -> list[RoundOutcome]:
         """Draft, forward and verify one group; prompt chunks that are not the last only fill the cache."""
