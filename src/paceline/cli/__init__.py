@@ -6,6 +6,7 @@ thread counts are set before torch reads them.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence as Seq
@@ -14,6 +15,7 @@ from paceline.errors import PacelineError
 
 INTERRUPTED = 130
 BAD_REQUEST = 2
+REMEDY = "what paceline keeps goes to PACELINE_CACHE_DIR, which may be on another disk"
 
 
 def main(arguments: Seq[str] | None = None) -> None:
@@ -38,3 +40,9 @@ def main(arguments: Seq[str] | None = None) -> None:
         # The reader (`| head`) has left; a second error while the interpreter flushes would be noise.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        place = f" ({error.filename})" if error.filename else ""
+        print(f"error: the disk is full{place}: free some space; {REMEDY}", file=sys.stderr)
+        sys.exit(BAD_REQUEST)

