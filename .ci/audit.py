@@ -40,7 +40,7 @@ def main(reachable: Callable[[], bool] = has_advisories, report: Callable[[], st
         dependencies = json.loads(report())["dependencies"]
     except ValueError:
         print("dependencies are not audited: pip-audit broke off")
-        return 0
+        return 1
     has_fix = False
     for dependency in dependencies:
         for found in dependency.get("vulns", ()):

@@ -97,6 +97,8 @@ class Client:
             for part in found.iter_raw():
                 if not first and HAS_TEXT.search(part):
                     first = time.perf_counter() - started
+        if not first:
+            raise RuntimeError("no text came")
         return first, time.perf_counter() - started
 
     def ask_whole(self, prompt: str) -> None:

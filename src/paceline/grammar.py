@@ -122,6 +122,8 @@ class Grammar:
         is_list = isinstance(given, Seq) and not isinstance(given, str)
         if not is_list or not texts or not all(isinstance(text, str) and text for text in texts):
             raise RequestError(f"the choice is {reprlib.repr(given)}: {_HINTS['choice']}")
+        for text in texts:
+            _check_text("choice", text)
         literals = (json.dumps(text, ensure_ascii=False) for text in texts)
         return cls("choice", "start: " + " | ".join(literals))
 

@@ -12,9 +12,11 @@ import torch
 
 from conftest import PROMPTS
 from paceline.drafters.none import NoDrafter
+from paceline.engine.forward_cost import ForwardCost
 from paceline.engine.generator import Generator
 from paceline.engine.load import load
-from paceline.engine.prefill import FixedPace
+from paceline.engine.node_budget import AdaptiveBudget
+from paceline.engine.prefill import TimedPace
 from paceline.errors import ConfigError, UnsupportedFeatureError
 from paceline.kernels import build
 from paceline.sampling import SamplingParameters
@@ -329,24 +331,32 @@ def test_a_forked_process_gets_threads_of_its_own():
     assert run.returncode == 0
 
 
+@pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("execution", ["fast", "eager"])
-def test_a_piece_shares_its_forward_with_those_that_decode_where_rows_are_not_padded(execution, tokenizer):
+def test_a_piece_shares_its_forward_with_those_that_decode_where_rows_are_not_padded(
+    execution, drafts, tokenizer
+):
     """Rows of prompts and of trees in one forward; what is padded takes a forward each."""
     target = HuggingFaceTarget(model_of("llama"), execution=execution)
     forward, seen = target.forward, []
-    generator = Generator(target, tokenizer, NoDrafter())
-    generator.engine.pace = FixedPace(8)
     prompts = [PROMPTS[0], PROMPTS[2] * 3]
-    alone = [generator.generate(list(p), SamplingParameters(max_new_tokens=24)).token_ids for p in prompts]
+    expected = {tuple(p): greedy_oracle(target.model, list(p), NUM_NEW) for p in prompts}
+    drafter = ReplayDrafter(expected, 4, wrong=2, decoys=True) if drafts else NoDrafter()
+    budget = AdaptiveBudget(ForwardCost((1, 2, 128), (0.02, 0.02, 0.03)), pads=target.pads_rows)
+    generator = Generator(target, tokenizer, drafter, num_speculative_tokens=budget)
+    # No piece is quick enough: the shortest ones.
+    generator.engine.pace = TimedPace(1e-9)
     target.forward = lambda segments, *rest: seen.append(segments) or forward(segments, *rest)
-    first = generator.open(list(prompts[0]), SamplingParameters(max_new_tokens=24))
+    first = generator.open(list(prompts[0]), GREEDY)
     while not first.sequence.output_ids:
         generator.engine.round()
     seen.clear()
-    second = generator.open(list(prompts[1]), SamplingParameters(max_new_tokens=24))
+    second = generator.open(list(prompts[1]), GREEDY)
     while generator.engine.has_work:
         generator.engine.round()
-    assert [tuple(first.sequence.output_ids), tuple(second.sequence.output_ids)] == alone
+    assert [first.sequence.output_ids, second.sequence.output_ids] == list(expected.values())
     kinds = [{bool(segment.prefix_ids) for segment in segments} for segments in seen]
     assert ({True, False} in kinds) == (execution == "fast")
-    assert sum({True} <= kind for kind in kinds) >= 3
+    assert sum({True} <= kind for kind in kinds) >= 2
+    widths = [len(s.tree) for segments in seen for s in segments if s.tree is not None]
+    assert (max(widths) > 1) == drafts

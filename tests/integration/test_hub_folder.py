@@ -122,6 +122,14 @@ def test_stop_strings_end_rows_as_in_plain_generate(model):
     ours = generate_from_folder(model, **inputs_of([5, 6, 7]), generation_config=config, tokenizer=tokenizer)
     assert torch.equal(ours, plain)
     assert config.stop_strings == [stop]
+    # Those that the model itself was saved with.
+    own = model.generation_config
+    try:
+        model.generation_config = config
+        ours = generate_from_folder(model, **inputs_of([5, 6, 7]), tokenizer=tokenizer)
+    finally:
+        model.generation_config = own
+    assert torch.equal(ours, plain)
 
 
 def test_streamer_gets_the_text(model, capsys):

@@ -40,7 +40,7 @@ def test_fails_only_where_a_release_fixes_it(audit, capsys, dependencies, code, 
 
 
 def test_a_report_that_is_none_is_told(audit, capsys):
-    assert audit.main(lambda: True, lambda: "") == 0
+    assert audit.main(lambda: True, lambda: "") == 1
     assert capsys.readouterr().out == "dependencies are not audited: pip-audit broke off\n"
 
 

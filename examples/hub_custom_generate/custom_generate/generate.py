@@ -75,10 +75,11 @@ def generate(
     Returns:
         What `model.generate` returns.
     """
-    if stop_strings is None and getattr(generation_config, "stop_strings", None):
-        stop_strings = generation_config.stop_strings
-        generation_config = copy.copy(generation_config)
-        generation_config.stop_strings = None
+    if stop_strings is None:
+        named = (getattr(one, "stop_strings", None) for one in (generation_config, model.generation_config))
+        stop_strings = next(filter(None, named), None)
+    if generation_config is not None:
+        generation_config = _without_stops(generation_config)
     choice = {
         "drafter": drafter,
         "head": head,
@@ -86,18 +87,34 @@ def generate(
         "num_speculative_tokens": num_speculative_tokens,
         "execution": execution,
     }
-    # A model loaded from a repository with this file has its `generate` replaced: the class has the real one.
-    return type(model).generate(
-        model,
-        inputs,
-        generation_config,
-        custom_generate=paceline.custom_generate,
-        paceline=_generator_of(model, tokenizer, choice),
-        stop_texts=stop_strings or (),
-        text_streamer=streamer,
-        seed=seed,
-        **{name: value for name, value in arguments.items() if name not in _HUB_ARGUMENTS},
-    )
+    own = model.generation_config
+    try:
+        # What an argument leaves open is taken from here, stop strings too.
+        model.generation_config = _without_stops(own)
+        # A model loaded from a repository with this file has its `generate` replaced: the class has the real
+        # one.
+        return type(model).generate(
+            model,
+            inputs,
+            generation_config,
+            custom_generate=paceline.custom_generate,
+            paceline=_generator_of(model, tokenizer, choice),
+            stop_texts=stop_strings or (),
+            text_streamer=streamer,
+            seed=seed,
+            **{name: value for name, value in arguments.items() if name not in _HUB_ARGUMENTS},
+        )
+    finally:
+        model.generation_config = own
+
+
+def _without_stops(config: Any) -> Any:
+    """The same settings but for the stop strings, which are followed here."""
+    if not getattr(config, "stop_strings", None):
+        return config
+    config = copy.copy(config)
+    config.stop_strings = None
+    return config
 
 
 def _generator_of(model: Any, tokenizer: Any, choice: dict[str, Any]) -> paceline.Generator:

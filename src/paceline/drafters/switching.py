@@ -57,6 +57,10 @@ class SwitchingDrafter:
         if name != self.default:
             self._names[sequence] = name
 
+    def part_of(self, sequence: Sequence) -> DraftProposer:
+        """The drafter of a sequence."""
+        return self._parts[self._names.get(sequence, self.default)]
+
     def propose(self, sequences: Seq[Sequence], max_nodes: int) -> list[DraftTree]:
         """One tree per sequence, from its own drafter."""
         trees: dict[int, DraftTree] = {}

@@ -99,8 +99,13 @@ class NodeBudget(Protocol):
     max_nodes: int
     """Most nodes per sequence that it ever allots."""
 
-    def allot(self, num_sequences: int) -> int:
-        """Nodes that the drafter may propose per sequence this round; 0: do not ask it."""
+    def allot(self, num_sequences: int, cached_len: float) -> int:
+        """Nodes that the drafter may propose per sequence this round; 0: do not ask it.
+
+        Args:
+            num_sequences: of the round.
+            cached_len: mean of their cached tokens.
+        """
 
     def prune(self, trees: Seq[DraftTree], cached_len: float) -> list[DraftTree]:
         """The nodes worth verifying, over all trees of the round; `cached_len` is their mean."""
@@ -115,7 +120,7 @@ class FixedBudget:
     def __init__(self, max_nodes: int) -> None:
         self.max_nodes = max_nodes
 
-    def allot(self, num_sequences: int) -> int:  # noqa: ARG002
+    def allot(self, num_sequences: int, cached_len: float) -> int:  # noqa: ARG002
         """The number."""
         return self.max_nodes
 
@@ -159,14 +164,16 @@ class AdaptiveBudget:
         self._table: Reals = np.zeros(0)
         self._table_len = -1
 
-    def allot(self, num_sequences: int) -> int:
+    def allot(self, num_sequences: int, cached_len: float) -> int:
         """A few more nodes than were worth verifying lately, or none while drafting pauses."""
         self._has_drafts = False
         self._is_asked = self._pause == 0
         if self._pause > 0:
             self._pause -= 1
-            is_timed = self._pause < TIMED_ROUNDS and len(self._table) > num_sequences
-            self._measured = MeasuredCost(float(self._table[num_sequences]), 0.0) if is_timed else None
+            self._measured = None
+            if self._pause < TIMED_ROUNDS:
+                plain = float(self._seconds(num_sequences, cached_len)[num_sequences])
+                self._measured = MeasuredCost(plain, 0.0)
             return 0
         return min(self.max_nodes, LEAST_ASKED + int(ASKED_PER_KEPT * self._most_kept))
 
@@ -201,9 +208,7 @@ class AdaptiveBudget:
     def observe(self, trees: Seq[DraftTree], results: Seq[VerifyResult], timing: RoundTiming) -> None:
         """Compare what the verified nodes were worth with what was accepted; note the drafting time."""
         num_rows = sum(len(tree) for tree in trees)
-        # Rounds that read prompts as well say little about the others.
-        if timing.num_rows == num_rows:
-            self._learn(len(trees), timing)
+        self._learn(len(trees), timing, reads_prompts=timing.num_rows != num_rows)
         if num_rows == len(trees):
             return
         self._claimed = PRIOR + DECAY * (self._claimed - PRIOR)
@@ -220,13 +225,18 @@ class AdaptiveBudget:
                 self._accepted[: len(result.accepted_ids)] += 1.0
         self._factors = _factors(self._accepted, self._claimed)
 
-    def _learn(self, num_sequences: int, timing: RoundTiming) -> None:
-        """Compare what the round took with what it was expected to take."""
+    def _learn(self, num_sequences: int, timing: RoundTiming, *, reads_prompts: bool) -> None:
+        """Compare what the round took with what it was expected to take.
+
+        A forward that also reads prompts says nothing about the table. Whether drafting pays is judged by
+        expected seconds, and so beside prompts too; not where nothing was drafted, since that may be for
+        want of a prompt that has been read.
+        """
         # On CUDA a forward is only started; waiting for it counts as verification.
         seconds = timing.forward_seconds + timing.verify_seconds
-        if self._measured is not None:
+        if self._measured is not None and not reads_prompts:
             self._correction.add(self._measured, seconds)
-        if self._is_asked:
+        if self._is_asked and (self._has_drafts or not reads_prompts):
             if self._has_drafts:
                 self._draft_seconds.add(timing.draft_seconds)
             self._judge(num_sequences, timing.draft_seconds)

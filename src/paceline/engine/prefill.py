@@ -93,26 +93,31 @@ class ReadingOrder:
     def __init__(self) -> None:
         self._num_passed_over = 0
 
-    def groups(self, pending: Mapping[Sequence, int], pace: PrefillPace) -> list[list[Sequence]]:
-        """Those that share a forward: a padded one holds at most a piece of prompt tokens, or one prompt.
+    def groups(
+        self, pending: Mapping[Sequence, int], pace: PrefillPace, *, pads_rows: bool
+    ) -> list[list[Sequence]]:
+        """Those that share a forward, which holds at most a piece of prompt tokens.
 
-        Those whose prompt ends in this round come first: they are about to say something. Of the others only
-        one reads a piece, since everybody would wait for all of their pieces.
+        Those that fit into one come first: they are about to say something. Of the others only one reads,
+        since everybody would wait for all of them.
 
         Args:
             pending: tokens that each still has to read, in the order of arrival.
             pace: how much of them a forward may hold.
+            pads_rows: whether a forward computes as many rows for every sequence as for the widest one.
         """
-        short = {s: n for s, n in pending.items() if pace.take(n) == n}
+        short = {s: n for s, n in pending.items() if n <= pace.chunk_len}
         groups: list[list[Sequence]] = []
-        widest = 0
+        widths: list[int] = []
         for sequence, width in short.items():
-            if groups and max(widest, width) * (len(groups[-1]) + 1) <= pace.chunk_len:
+            together = [*widths, width]
+            num_rows = max(together) * len(together) if pads_rows else sum(together)
+            if groups and num_rows <= pace.chunk_len:
                 groups[-1].append(sequence)
-                widest = max(widest, width)
+                widths = together
             else:
                 groups.append([sequence])
-                widest = width
+                widths = [width]
         long = [s for s in pending if s not in short]
         return [*groups, [self._next_to_read(long, pending)]] if long else groups
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from paceline.config import DEFAULT_NUM_SPECULATIVE_TOKENS
 from paceline.drafters.base import DraftProposer
+from paceline.drafters.none import NoDrafter
 from paceline.drafters.switching import SwitchingDrafter
 from paceline.engine.grammar import GrammarTokenizer
 from paceline.engine.log_probs import token_log_probs
@@ -186,7 +187,9 @@ class SpeculativeEngine:
             self._running[sequence] = self._submitted.pop(sequence)
         pending = {s: self._num_pending(s) for s in self._running}
         decoding = [s for s, num_pending in pending.items() if not num_pending]
-        groups = self._reading_order.groups({s: n for s, n in pending.items() if n}, self.pace)
+        groups = self._reading_order.groups(
+            {s: n for s, n in pending.items() if n}, self.pace, pads_rows=self.target.pads_rows
+        )
         if groups and not self.target.pads_rows:
             # One forward more of the weights is saved, and nobody computes rows for the others' prompts.
             groups[-1] = [*groups[-1], *decoding]
@@ -261,8 +264,10 @@ class SpeculativeEngine:
         )
         num_prompt_tokens = sum(len(segment.prefix_ids) for segment in segments)
         if num_prompt_tokens:
-            self.pace.observe(num_prompt_tokens, perf_counter() - started)
-        if complete:
+            # Those that decode beside it take their share.
+            share = num_prompt_tokens / timing.num_rows
+            self.pace.observe(num_prompt_tokens, share * (perf_counter() - started))
+        if any(map(self._can_draft, complete)):
             verified_trees = [trees[s] for s in complete]
             self.budget.observe(verified_trees, [r for r in trimmed if r is not None], timing)
         return [
@@ -275,13 +280,19 @@ class SpeculativeEngine:
         """Trees to verify, cut to legal tokens and to the room that each sequence has left."""
         if not sequences:
             return {}
-        num_nodes = self.budget.allot(len(sequences))
+        plain = {s: DraftTree.root_only(s.last_token_id) for s in sequences}
+        drafting = [s for s in sequences if self._can_draft(s)]
+        if not drafting:
+            return plain
+        cached_len = sum(map(self.target.cached_len, sequences)) / len(sequences)
+        num_nodes = self.budget.allot(len(sequences), cached_len)
         if num_nodes == 0:
-            return {s: DraftTree.root_only(s.last_token_id) for s in sequences}
+            return plain
+        proposed = dict(zip(drafting, self.drafter.propose(drafting, num_nodes), strict=True))
         legal = [
             # A path of depth d emits up to d + 1 tokens.
             _cut(tree.without_tokens_from(self.target.vocab_size).clamp_depth(sequence.room - 1), sequence)
-            for sequence, tree in zip(sequences, self.drafter.propose(sequences, num_nodes), strict=True)
+            for sequence, tree in (plain | proposed).items()
         ]
         for sequence, tree in zip(sequences, legal, strict=True):
             if int(tree.token_ids[0]) != sequence.last_token_id:
@@ -289,8 +300,14 @@ class SpeculativeEngine:
                     f"the root of a draft tree is token {int(tree.token_ids[0])}, the sequence ends in "
                     f"{sequence.last_token_id}: the drafter fell out of step"
                 )
-        cached_len = sum(map(self.target.cached_len, sequences)) / len(sequences)
         return dict(zip(sequences, self.budget.prune(legal, cached_len), strict=True))
+
+    def _can_draft(self, sequence: Sequence) -> bool:
+        """Whether anything can come of asking; if not, its rounds say nothing about whether drafting pays."""
+        drafter = self.drafter
+        if isinstance(drafter, SwitchingDrafter):
+            drafter = drafter.part_of(sequence)
+        return sequence.max_draft_tokens != 0 and type(drafter) is not NoDrafter
 
     def _segment(self, sequence: Sequence, tree: DraftTree | None) -> Segment:
         """Uncached prompt tokens, then the tree when the whole prompt fits."""

@@ -180,7 +180,7 @@ def score_continuations(
         RequestError: a continuation or its context is empty, or both together are too long.
     """
     scores = [ContinuationScore() for _ in continuations]
-    inputs = _inputs(continuations, scores, target.context_len)
+    inputs = _inputs(continuations, scores, target.context_len, target.vocab_size)
     per_lane = -(-len(inputs) // max(num_lanes, 1))
     lanes = [_Lane(inputs[i : i + per_lane], target) for i in range(0, len(inputs), per_lane or 1)]
     try:
@@ -197,7 +197,10 @@ def score_continuations(
 
 
 def _inputs(
-    continuations: Seq[Continuation], scores: Seq[ContinuationScore], context_len: int
+    continuations: Seq[Continuation],
+    scores: Seq[ContinuationScore],
+    context_len: int,
+    vocab_size: int,
 ) -> list[_Input]:
     """What has to be read, each input once, in the order of ids."""
     inputs: dict[tuple[int, ...], _Input] = {}
@@ -213,6 +216,9 @@ def _inputs(
                 f"context and continuation have {len(ids)} tokens and the target's context is {context_len}: "
                 f"give at most {context_len + 1}"
             )
+        outside = next((i for i in ids if not 0 <= i < vocab_size), None)
+        if outside is not None:
+            raise RequestError(f"token id {outside} is not one of the target's, 0 to {vocab_size - 1}")
         first_row = len(continuation.context_ids) - 1
         item = inputs.setdefault(ids[:-1], _Input(ids[:-1], first_row))
         item.first_row = min(item.first_row, first_row)

@@ -105,8 +105,13 @@ class PacelineLM(TemplateLM):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.batch_size = _read_batch_size(batch_size, max_batch_size)
-        if generator is not None and (target or pretrained or head or verifier):
-            raise ConfigError("the generator is loaded already: leave out target, head and verifier")
+        chosen = (drafter, num_speculative_tokens, str(dtype), execution)
+        is_chosen = chosen != ("phrase", AUTO_WIDTH, "auto", "auto")
+        if generator is not None and (target or pretrained or head or verifier or is_chosen):
+            raise ConfigError(
+                "the generator is loaded already: leave out target, head, verifier, drafter, "
+                "num_speculative_tokens, dtype and execution"
+            )
         self._relaxation = _read_limits(generator.verifier if generator else verifier, limits)
         names = {torch_name: name for name, torch_name in DTYPES.items()}
         if generator is None:

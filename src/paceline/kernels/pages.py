@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import sys
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from math import prod
 
 import torch
@@ -43,10 +44,11 @@ def lazy_zeros(shape: Seq[int], dtype: torch.dtype) -> Tensor | None:
             max(prod(shape) * dtype.itemsize, 1),
             flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE,
         )
-        # A huge page would be taken whole for the few bytes that one text writes to it.
-        mapped.madvise(mmap.MADV_NOHUGEPAGE)
     except (OSError, OverflowError):
         return None
+    with suppress(OSError):  # a kernel without huge pages does not know it
+        # A huge page would be taken whole for the few bytes that one text writes to it.
+        mapped.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(mapped, dtype=dtype, count=prod(shape)).view(*shape)
 
 

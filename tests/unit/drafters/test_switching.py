@@ -8,6 +8,9 @@ from paceline.drafters.none import NoDrafter
 from paceline.drafters.phrase import PhraseDrafter
 from paceline.drafters.prompt_lookup import PromptLookupDrafter
 from paceline.drafters.switching import SwitchingDrafter
+from paceline.engine.forward_cost import ForwardCost
+from paceline.engine.generator import Generator
+from paceline.engine.node_budget import AdaptiveBudget
 from paceline.errors import ConfigError, RequestError
 from paceline.sampling import SamplingParameters
 
@@ -94,6 +97,36 @@ def test_unknown_names_are_refused_and_leave_nothing_behind(parts, generator_of)
         SwitchingDrafter(parts, "eagle")
     with pytest.raises(RequestError, match="only one is loaded"):
         generator_of().open([5, 6], PARAMETERS, drafter="none")
+
+
+@pytest.mark.parametrize("wish", [{"drafter": "none"}, {"max_draft_tokens": 0}])
+def test_requests_that_want_no_drafts_do_not_stop_those_of_others(wish, parts, target_of, tokenizer):
+    """Their rounds say nothing about whether drafting pays."""
+    budget = AdaptiveBudget(ForwardCost((1, 2, 128), (0.02, 0.02, 0.02)))
+    drafter = SwitchingDrafter(parts, "phrase")
+    generator = Generator(target_of("llama"), tokenizer, drafter, num_speculative_tokens=budget)
+    plain = generator.open(list(PROMPTS[0]), SamplingParameters(max_new_tokens=40), **wish)
+    assert all(event.event.num_draft_tokens == 0 for event in generator.run([plain]))
+    assert budget.allot(1, 50.0) > 0
+    assert budget._window.num_rounds == 0
+    drafted = generator.open(list(PROMPTS[0]), SamplingParameters(max_new_tokens=40))
+    widths = [event.event.num_draft_tokens for event in generator.run([drafted])]
+    assert any(widths[:4])
+
+
+def test_a_batch_of_both_drafts_for_those_that_want_it(parts, target_of, tokenizer, oracle_of):
+    generator = Generator(target_of("llama"), tokenizer, SwitchingDrafter(parts, "phrase"))
+    prompts = (PROMPTS[0], PROMPTS[2])
+    answers = [
+        generator.open(list(p), PARAMETERS, drafter=name)
+        for p, name in zip(prompts, ("none", "phrase"), strict=True)
+    ]
+    widths = {0: 0, 1: 0}
+    for item in generator.run(answers):
+        widths[item.index] += item.event.num_draft_tokens
+    assert widths[0] == 0 < widths[1]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.sequence.output_ids == oracle_of("llama", tuple(prompt), 20)
 
 
 def test_a_request_may_ask_for_fewer_nodes(parts, generator_of):

@@ -337,7 +337,7 @@ def test_what_the_vocabulary_cannot_spell_is_refused_up_front(generator_of):
         (Grammar.choice, [], r"choice is \[\]: give a list"),
         (Grammar.choice, "abc", "choice is 'abc': give a list"),
         (Grammar.choice, ["a", ""], "non-empty strings"),
-        (Grammar.choice, ["\ud800"], "cannot be used"),
+        (Grammar.choice, ["\ud800"], "choice is not valid Unicode"),
     ],
 )
 def test_grammars_that_cannot_be_used_say_why_in_one_line(make, given_value, message):

@@ -117,7 +117,7 @@ def test_a_boasting_drafter_is_believed_less_and_less_and_then_paused():
     budget = AdaptiveBudget(LINEAR)
     asked = wasted = 0
     for _ in range(1000):
-        if budget.allot(1) == 0:
+        if budget.allot(1, 100.0) == 0:
             finish(budget, [chain()], accept(0), 1e-6)
             continue
         asked += 1
@@ -135,7 +135,7 @@ def test_a_drafter_that_is_right_now_and_then_is_not_paused():
     budget = AdaptiveBudget(LINEAR)
     drafted = 0
     for number in range(400):
-        assert budget.allot(1) > 0
+        assert budget.allot(1, 100.0) > 0
         copy = chain(0.9, 0.9, 0.9, 0.9) if number % 4 == 3 else chain()
         trees = budget.prune([copy], 100.0)
         kept = trees[0].num_draft_tokens
@@ -147,12 +147,12 @@ def test_a_drafter_that_is_right_now_and_then_is_not_paused():
 def test_as_many_nodes_are_asked_for_as_may_be_kept():
     """Few where few are kept; and when long drafts pay again, a few rounds later as many as ever."""
     budget = AdaptiveBudget(LINEAR)
-    assert LEAST_ASKED < budget.allot(1) < budget.max_nodes
+    assert LEAST_ASKED < budget.allot(1, 100.0) < budget.max_nodes
 
     def round_of(tree: DraftTree) -> int:
         trees = budget.prune([tree], 100.0)
         finish(budget, trees, accept(trees[0].num_draft_tokens), 1e-6)
-        return budget.allot(1)
+        return budget.allot(1, 100.0)
 
     for _ in range(100):
         asked = round_of(chain(0.9, 0.8))
@@ -171,7 +171,7 @@ def test_a_drafter_that_becomes_good_is_found_again():
     def run(num_rounds: int, num_accepted: int) -> int:
         drafted = 0
         for _ in range(num_rounds):
-            nodes = budget.allot(1)
+            nodes = budget.allot(1, 100.0)
             trees = budget.prune([chain(0.9, 0.8, 0.7)], 100.0) if nodes else [chain()]
             drafted += nodes > 0
             kept = min(num_accepted, trees[0].num_draft_tokens)
@@ -189,7 +189,7 @@ def test_slow_forwards_make_the_same_drafting_time_worth_less():
     def num_drafted(slowness: float) -> int:
         budget, count = AdaptiveBudget(LINEAR), 0
         for _ in range(200):
-            nodes = budget.allot(1)
+            nodes = budget.allot(1, 100.0)
             trees = budget.prune([chain(0.25)], 100.0) if nodes else [chain()]
             count += nodes > 0
             right = accept(trees[0].num_draft_tokens) if count % 4 == 0 else accept(0)
@@ -206,7 +206,7 @@ def test_rows_that_turn_out_dear_are_not_drafted():
     tree = chain(0.9, 0.1, 0.05)
     assert budget.prune([tree], 100.0)[0].num_draft_tokens == 3
     for number in range(60):
-        budget.allot(1)
+        budget.allot(1, 100.0)
         trees = budget.prune([tree.take(1 + number % 3)], 100.0)
         num_nodes = trees[0].num_draft_tokens
         timing = RoundTiming(0.0005, 0.020 + 0.002 * num_nodes, 0.0, 0.0, 1, num_nodes + 1)
@@ -217,20 +217,52 @@ def test_rows_that_turn_out_dear_are_not_drafted():
     assert budget.prune([tree], 100.0)[0].num_draft_tokens < 3
 
 
-def test_rounds_that_read_prompts_are_not_judged():
+def test_rounds_that_read_prompts_tell_nothing_about_the_table():
     budget = AdaptiveBudget(LINEAR)
     for _ in range(50):
-        assert budget.allot(1) > 0
-        finish(budget, budget.prune([chain(0.1)], 100.0), accept(0), 1.0, 9.0, num_prompt_rows=100)
-    assert budget._draft_seconds.num_values == 0
+        budget.allot(1, 100.0)
+        finish(budget, budget.prune([chain(0.9)], 100.0), accept(1), 0.001, 9.0, num_prompt_rows=100)
     assert (budget._correction.base, budget._correction.slope) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("num_prompt_rows", [0, 100])
+def test_a_drafter_that_does_not_pay_is_paused_beside_prompts_too(num_prompt_rows):
+    """Prompts may keep coming: forwards that read them must not be a shelter."""
+    budget, num_asked = AdaptiveBudget(LINEAR), 0
+    for _ in range(200):
+        nodes = budget.allot(1, 100.0)
+        num_asked += nodes > 0
+        trees = budget.prune([chain(0.1)], 100.0) if nodes else [chain()]
+        finish(budget, trees, accept(0), 0.02, num_prompt_rows=num_prompt_rows)
+    assert num_asked < 40
+
+
+def test_a_prompt_that_is_only_read_is_no_argument_against_the_drafter():
+    """Nothing can be drafted before its last token is read."""
+    budget = AdaptiveBudget(LINEAR)
+    for _ in range(50):
+        assert budget.allot(1, 100.0) > 0
+        finish(budget, budget.prune([chain()], 100.0), accept(0), 0.001, num_prompt_rows=60)
+
+
+def test_plain_rounds_are_compared_with_costs_at_their_own_length():
+    """Long texts cost more: that is in the table, and no correction of it."""
+    by_length = ForwardCost((1, 2, 128), (0.02, 0.0205, 0.0835), 128, (0.06, 0.0605, 0.1235), 1024)
+    budget = AdaptiveBudget(by_length)
+    budget.allot(1, 128.0)
+    budget.prune([chain(0.5)], 128.0)
+    budget._pause = 8
+    for _ in range(8):
+        assert budget.allot(1, 1024.0) == 0
+        budget.observe([chain()], [accept(0)], RoundTiming(0.0, 0.06, 0.0, 0.0, 1, 1))
+    assert budget._correction.base == pytest.approx(1.0)
 
 
 def test_batches_of_changing_size_are_judged_by_the_time_that_they_save():
     """Each round is held against plain steps of its own size: small batches emit less, drafted or not."""
     budget = AdaptiveBudget(LINEAR)
     for num_sequences in (1, 1, 1, 2, 2, 8, 8, 8):
-        assert budget.allot(num_sequences) > 0
+        assert budget.allot(num_sequences, 100.0) > 0
         trees = budget.prune([chain(0.9, 0.8)] * num_sequences, 100.0)
         finish(budget, trees, accept(trees[0].num_draft_tokens), 0.001)
     assert budget._pause == 0
@@ -253,7 +285,7 @@ def test_drafting_has_to_gain_more_than_it_may_be_wrong_by(num_sequences, gain, 
     budget = AdaptiveBudget(free)
     draft_seconds = 2 * 0.02 / gain - 0.02
     for _ in range(8):
-        if budget.allot(num_sequences) == 0:
+        if budget.allot(num_sequences, 100.0) == 0:
             break
         trees = budget.prune([chain(1.0)] * num_sequences, 100.0)
         timing = RoundTiming(draft_seconds, 0.02, 0.0, 0.0, num_sequences, sum(map(len, trees)))
@@ -267,7 +299,7 @@ def test_plain_rounds_tell_what_a_plain_step_costs():
 
     def rounds(count: int, **options: float) -> None:
         for _ in range(count):
-            num_nodes = 8 if budget.allot(4) else 0
+            num_nodes = 8 if budget.allot(4, 100.0) else 0
             trees = [chain(*[0.5] * num_nodes)] * 4
             budget._pause = options.get("pause", budget._pause)
             if num_nodes:
@@ -276,7 +308,7 @@ def test_plain_rounds_tell_what_a_plain_step_costs():
             timing = RoundTiming(0.001, seconds, 0.0, 0.0, 4, 4 + 4 * num_nodes)
             budget.observe(trees, [accept(0)] * 4, timing)
 
-    budget.allot(4)
+    budget.allot(4, 100.0)
     budget.prune([chain(0.5)] * 4, 100.0)
     rounds(20, pause=0)
     assert budget._correction.base < 1.4, "part of it is taken for the rows'"
@@ -288,7 +320,7 @@ def test_plain_rounds_tell_what_a_plain_step_costs():
 def test_a_long_pause_leaves_most_of_what_was_learned_about_rows():
     budget = AdaptiveBudget(LINEAR)
     for number in range(60):
-        budget.allot(1)
+        budget.allot(1, 100.0)
         trees = budget.prune([chain(*[0.9] * (1 + number % 8))], 100.0)
         num_nodes = trees[0].num_draft_tokens
         timing = RoundTiming(0.001, 0.020 + 0.001 * num_nodes, 0.0, 0.0, 1, num_nodes + 1)
@@ -298,7 +330,7 @@ def test_a_long_pause_leaves_most_of_what_was_learned_about_rows():
     assert slope > 1.6
     budget._pause = 256
     for _ in range(256):
-        assert budget.allot(1) == 0
+        assert budget.allot(1, 100.0) == 0
         budget.observe([chain()], [accept(0)], RoundTiming(0.0, 0.020, 0.0, 0.0, 1, 1))
     assert budget._correction.slope > 0.9 * slope
 
@@ -306,11 +338,11 @@ def test_a_long_pause_leaves_most_of_what_was_learned_about_rows():
 def test_time_in_the_verifier_counts_as_time_of_the_forward():
     """On CUDA that is where a forward is waited for."""
     budget = AdaptiveBudget(LINEAR)
-    budget.allot(1)
+    budget.allot(1, 100.0)
     trees = budget.prune([chain()], 100.0)
     budget.observe(trees, [accept(0)], RoundTiming(0.001, 0.002, 0.038, 0.0, 1, 1))
     whole = AdaptiveBudget(LINEAR)
-    whole.allot(1)
+    whole.allot(1, 100.0)
     whole.observe(whole.prune([chain()], 100.0), [accept(0)], RoundTiming(0.001, 0.04, 0.0, 0.0, 1, 1))
     assert budget._correction.base == whole._correction.base > 1.5
 
@@ -342,7 +374,7 @@ def test_corrected_trees_stay_trees():
 
 def test_fixed_budgets_take_the_most_valuable_nodes():
     budget = FixedBudget(2)
-    assert budget.allot(3) == 2
+    assert budget.allot(3, 100.0) == 2
     tree = DraftTree.from_paths(1, [[10, 11], [20]], [0.5, 0.4])
     assert budget.prune([tree], 100.0)[0].token_ids.tolist() == [1, 10, 11]
 

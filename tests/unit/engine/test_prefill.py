@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.engine.prefill import LEAST_CHUNK, FixedPace, TimedPace
+from paceline.engine.prefill import LEAST_CHUNK, MAX_PASSED_OVER, FixedPace, ReadingOrder, TimedPace
 from paceline.errors import ConfigError
 
 
@@ -50,3 +50,35 @@ def test_short_prompts_and_the_ends_of_long_ones_are_read_at_once():
         pace.observe(pace.chunk_len, pace.chunk_len * 0.0001)
     assert [pace.take(pending) for pending in (96, 150, 500)] == [96, 150, pace.chunk_len]
     assert TimedPace(0.02, most=20).take(30) == 16
+
+
+@pytest.mark.parametrize(
+    ("pending", "pads_rows", "groups"),
+    [
+        ([30, 20, 14], False, [[30, 20, 14]]),
+        ([30, 20, 14], True, [[30, 20], [14]]),
+        ([30, 40], False, [[30], [40]]),
+        ([500, 64], False, [[64], [500]]),
+        ([500, 400, 300], False, [[300]]),
+        ([], False, []),
+    ],
+    ids=["one forward", "padded", "too much for one", "short ones first", "one of the long ones", "nobody"],
+)
+def test_prompts_share_forwards_up_to_a_piece(pending, pads_rows, groups):
+    sequences = {object(): num_tokens for num_tokens in pending}
+    found = ReadingOrder().groups(sequences, FixedPace(64), pads_rows=pads_rows)
+    assert [[sequences[s] for s in group] for group in found] == groups
+
+
+def test_one_prompt_a_round_is_read_whole_beyond_a_piece():
+    """Many that arrive together must not hold up everybody for all of them."""
+    pace, order = TimedPace(0.02), ReadingOrder()
+    sequences = dict.fromkeys(range(7), 90)
+    assert order.groups(sequences, pace, pads_rows=False) == [[0]]
+    assert pace.take(90) == 90
+
+
+def test_a_long_prompt_is_not_passed_over_for_ever():
+    order = ReadingOrder()
+    read = [order.groups({"long": 900, "newer": 100}, FixedPace(10), pads_rows=True)[0][0] for _ in range(8)]
+    assert read == [*["newer"] * MAX_PASSED_OVER, "long"] * 2

@@ -118,6 +118,12 @@ def test_nothing_to_score_is_fine(target_of):
     assert score_continuations(target_of("llama"), []) == []
 
 
+@pytest.mark.parametrize(("context_ids", "token_ids"), [((5,), (6, -1)), ((1_000_000,), (5,))])
+def test_refuses_ids_that_are_none(target_of, context_ids, token_ids):
+    with pytest.raises(RequestError, match=r"token id (-1|1000000) is not one of the target's, 0 to "):
+        score_continuations(target_of("llama"), [Continuation(context_ids, token_ids)])
+
+
 @pytest.mark.parametrize(("context_ids", "token_ids"), [((), (5,)), ((5,), ())])
 def test_refuses_empty_texts(target_of, context_ids, token_ids):
     with pytest.raises(RequestError, match="at least one of each"):
