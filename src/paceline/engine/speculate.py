@@ -15,8 +15,7 @@ Drafter `none` proposes root-only trees, so plain decoding is this same loop.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -202,21 +201,14 @@ class SpeculativeEngine:
 
     @torch.inference_mode()
     def _step(self, group: list[Sequence]) -> list[RoundOutcome]:
-        """One forward, and the end of those that it finished.
-
-        A sequence that cannot be served any further (`Sequence.error` says why) is let go before anything
-        was accepted; the others do the forward again without it.
-        """
-        try:
-            outcomes = self._advance(group)
-        except RequestError:
-            served = [s for s in group if s.error is None]
-            if len(served) == len(group):
-                raise
-            return self._step(served) if served else []
+        """One forward, and the end of those that it finished, or that cannot go on (`Sequence.error`)."""
+        outcomes = self._advance(group)
         for outcome in outcomes:
             if outcome.sequence.is_finished:
                 self._finish(outcome.sequence)
+        for sequence in group:
+            if sequence.error is not None:
+                self.release(sequence)
         return outcomes
 
     def _assign(self, sequence: Sequence, drafter: str) -> None:
@@ -244,16 +236,20 @@ class SpeculativeEngine:
         output = self.target.forward(segments, self.drafter.required_features)
         logits = output.tree_logits() if complete else None
         forwarded = perf_counter()
-        results = self._verify(complete, trees, logits) if logits is not None else []
+        kept = self._verify(complete, trees, logits) if logits is not None else {}
         verified = perf_counter()
-        kept = dict(zip(complete, results, strict=True))
-        trimmed: list[VerifyResult | None] = [self._accept(s, kept.get(s)) for s in group]
-        for segment, result in zip(segments, trimmed, strict=True):
+        # The rows of those that cannot go on are nobody's any more.
+        places = [place for place, s in enumerate(group) if s.error is None]
+        served = [group[place] for place in places]
+        trimmed: list[VerifyResult | None] = [self._accept(s, kept.get(s)) for s in served]
+        for sequence, result in zip(served, trimmed, strict=True):
             if result is not None:
-                self.target.commit(segment.sequence, result)
-        self.drafter.observe(output, trimmed)
+                self.target.commit(sequence, result)
+        if served:
+            self.drafter.observe(output.part(places), trimmed)
+        accepted = {s: result for s, result in zip(served, trimmed, strict=True) if result is not None}
         if logits is not None:
-            self._record_log_probs(complete, trees, logits, [r for r in trimmed if r is not None])
+            self._record_log_probs(complete, trees, logits, accepted)
         timing = RoundTiming(
             draft_seconds=drafted - started,
             forward_seconds=forwarded - drafted,
@@ -268,13 +264,8 @@ class SpeculativeEngine:
             share = num_prompt_tokens / timing.num_rows
             self.pace.observe(num_prompt_tokens, share * (perf_counter() - started))
         if any(map(self._can_draft, complete)):
-            verified_trees = [trees[s] for s in complete]
-            self.budget.observe(verified_trees, [r for r in trimmed if r is not None], timing)
-        return [
-            RoundOutcome(s, trees[s], result, timing)
-            for s, result in zip(group, trimmed, strict=True)
-            if result is not None
-        ]
+            self.budget.observe([trees[s] for s in accepted], list(accepted.values()), timing)
+        return [RoundOutcome(s, trees[s], result, timing) for s, result in accepted.items()]
 
     def _draft(self, sequences: list[Sequence]) -> dict[Sequence, DraftTree]:
         """Trees to verify, cut to legal tokens and to the room that each sequence has left."""
@@ -320,10 +311,11 @@ class SpeculativeEngine:
 
     def _verify(
         self, sequences: list[Sequence], trees: dict[Sequence, DraftTree], logits: Tensor
-    ) -> list[VerifyResult]:
+    ) -> dict[Sequence, VerifyResult]:
         """Process the logits of every node, then let each sequence's verifier keep a path.
 
-        `logits` itself stays as the target computed it: log-probabilities are read from it later.
+        `logits` itself stays as the target computed it: log-probabilities are read from it later. A sequence
+        that cannot be served any further gets no result; `Sequence.error` says why.
         """
         starts = _starts([len(trees[s]) for s in sequences])
         processed = logits
@@ -339,20 +331,19 @@ class SpeculativeEngine:
                     processor.apply(rows, trees[sequence], sequence)
             except RequestError as error:
                 sequence.error = error
-                self.release(sequence)
-                raise
         by_verifier: dict[str, list[int]] = {}
         for index, sequence in enumerate(sequences):
-            by_verifier.setdefault(self._running[sequence].verifier, []).append(index)
-        results: dict[int, VerifyResult] = {}
+            if sequence.error is None:
+                by_verifier.setdefault(self._running[sequence].verifier, []).append(index)
+        results: dict[Sequence, VerifyResult] = {}
         for name, indices in by_verifier.items():
             chosen = [sequences[i] for i in indices]
             part = processed
-            if len(by_verifier) > 1:
+            if len(chosen) < len(sequences):
                 part = torch.cat([processed[starts[i] : starts[i + 1]] for i in indices])
             verdicts = self._verifiers[name].verify([trees[s] for s in chosen], part, chosen)
-            results.update(zip(indices, verdicts, strict=True))
-        return [results[i] for i in range(len(sequences))]
+            results.update(zip(chosen, verdicts, strict=True))
+        return results
 
     def _accept(self, sequence: Sequence, result: VerifyResult | None) -> VerifyResult | None:
         """Add the kept tokens to the sequence and to its processors' history."""
@@ -368,13 +359,14 @@ class SpeculativeEngine:
         sequences: list[Sequence],
         trees: dict[Sequence, DraftTree],
         logits: Tensor,
-        results: Seq[VerifyResult],
+        results: Mapping[Sequence, VerifyResult],
     ) -> None:
         """Append the target's own log-probability of every emitted token, where a request asks for it."""
         starts = _starts([len(trees[s]) for s in sequences])
-        for sequence, start, result in zip(sequences, starts, results, strict=False):
+        for sequence, start in zip(sequences, starts, strict=False):
             num_top = sequence.parameters.logprobs
-            if num_top is not None:
+            result = results.get(sequence)
+            if num_top is not None and result is not None:
                 rows = torch.tensor(result.rows, device=logits.device) + start
                 sequence.log_probs += token_log_probs(logits[rows], result.emitted_ids, num_top)
 

@@ -511,9 +511,17 @@ class TestFailure:
         for sequence in sequences:
             engine.submit(sequence)
         emitted = {sequence: [] for sequence in sequences}
+        forward, shown, num_rounds = target.forward, [], 0
+        target.forward = lambda segments, *rest: shown.append(len(segments)) or forward(segments, *rest)
+        observe, observed = drafter.observe, []
+        drafter.observe = lambda output, results: observed.append(len(results)) or observe(output, results)
         while engine.has_work:
+            num_rounds += 1
             for outcome in engine.round():
                 emitted[outcome.sequence] += outcome.result.emitted_ids
+        # In the round of the failure the others' rows are used as they are.
+        assert len(shown) == len(observed) == num_rounds
+        assert sum(shown) == sum(observed) + 1
         assert re.match(r"the json_schema cannot be followed after \d+ tokens: .*items", str(failing.error))
         assert failing.finish_reason is None
         assert failing.is_finished
