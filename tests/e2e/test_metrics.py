@@ -41,10 +41,16 @@ def test_counters_are_the_sums_of_what_answers_report(live):
     assert grown("spec_decode_num_draft_tokens") == sum(one["num_draft_tokens"] for one in figures)
     accepted = sum(one["num_accepted_tokens"] for one in figures)
     assert grown("spec_decode_num_accepted_tokens") == accepted > 0
-    per_position = [
-        after[name] - before.get(name, 0) for name in after if "accepted_tokens_per_pos_total" in name
-    ]
-    assert sum(per_position) == accepted
+    per_position = {
+        int(re.search(r'position="(\d+)"', name).group(1)): after[name] - before.get(name, 0)
+        for name in after
+        if "accepted_tokens_per_pos_total" in name
+    }
+    assert sum(per_position.values()) == accepted
+    # A place counts as often as drafts were accepted that far.
+    by_place = [per_position[place] for place in sorted(per_position)]
+    assert by_place == sorted(by_place, reverse=True)
+    assert grown("spec_decode_num_drafts") >= by_place[0] > 0 < by_place[1]
     first = "paceline:time_to_first_token_seconds_count"
     assert after[first] - before[first] == 3
     finished = 'paceline:request_success_total{finished_reason="length"}'
