@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from functools import cache
 
 import pytest
@@ -16,7 +17,7 @@ from paceline.engine.forward_cost import ForwardCost
 from paceline.engine.generator import Generator
 from paceline.engine.load import load
 from paceline.engine.node_budget import AdaptiveBudget
-from paceline.engine.prefill import TimedPace
+from paceline.engine.prefill import FixedPace, TimedPace
 from paceline.errors import ConfigError, UnsupportedFeatureError
 from paceline.kernels import build
 from paceline.sampling import SamplingParameters
@@ -360,3 +361,28 @@ def test_a_piece_shares_its_forward_with_those_that_decode_where_rows_are_not_pa
     assert sum({True} <= kind for kind in kinds) >= 2
     widths = [len(s.tree) for segments in seen for s in segments if s.tree is not None]
     assert (max(widths) > 1) == drafts
+
+
+def test_a_piece_is_charged_for_its_own_rows_alone(tokenizer):
+    """Else those that decode beside it would make pieces ever shorter."""
+
+    class Watched(FixedPace):
+        def observe(self, num_tokens, seconds):
+            charged.append((num_tokens, seconds))
+
+    target = HuggingFaceTarget(model_of("llama"), execution="fast")
+    forward, charged = target.forward, []
+    generator = Generator(target, tokenizer, NoDrafter())
+    generator.engine.pace = Watched(1)
+    first = generator.open([7], GREEDY)
+    while not first.sequence.output_ids:
+        generator.engine.round()
+    target.forward = lambda *arguments: time.sleep(0.1) or forward(*arguments)
+    charged.clear()
+    generator.open([5, 6], GREEDY)
+    while not charged:
+        generator.engine.round()
+    # A row of the prompt, its root, and the row of the other.
+    ((num_tokens, seconds),) = charged
+    assert num_tokens == 1
+    assert 0.03 < seconds < 0.08
