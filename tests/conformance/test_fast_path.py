@@ -380,9 +380,10 @@ def test_a_piece_is_charged_for_its_own_rows_alone(tokenizer):
     target.forward = lambda *arguments: time.sleep(0.1) or forward(*arguments)
     charged.clear()
     generator.open([5, 6], GREEDY)
-    while not charged:
-        generator.engine.round()
+    started = time.perf_counter()
+    generator.engine.round()
+    total = time.perf_counter() - started
     # A row of the prompt, its root, and the row of the other.
     ((num_tokens, seconds),) = charged
     assert num_tokens == 1
-    assert 0.03 < seconds < 0.08
+    assert 0.03 < seconds < 0.5 * total
