@@ -136,7 +136,9 @@ def test_what_keeps_it_from_starting_is_one_line(started, folder, tmp_path):
         ):
             server = started(*options)
             assert server.process.wait(60) == 2
-            errors = [line for line in server.lines if not line.startswith("notice")]
+            # A busy machine measures its forwards at every start, and says so.
+            told = ("notice", "measuring what forwards")
+            errors = [line for line in server.lines if not line.startswith(told)]
             assert len(errors) == 1, errors
             assert errors[0].startswith("error: ")
             assert says in errors[0]
