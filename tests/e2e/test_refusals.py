@@ -180,9 +180,28 @@ def test_ids_beyond_the_vocabulary_are_refused(live):
 
 
 def test_unknown_paths_and_methods_are_errors_of_the_same_form(live):
-    for found in (httpx.get(f"{live.url}/v1/nothing"), httpx.get(f"{live.url}/v1/completions")):
-        assert found.status_code in {404, 405}
-        assert "error" in found.json()
+    for method, path, status, says in (
+        ("GET", "/v1/nothing", 404, "GET /v1/nothing is not served here"),
+        ("POST", "/v1/embeddings", 404, "POST /v1/embeddings is not served here"),
+        ("GET", "/v1/completions", 405, "/v1/completions takes POST, not GET"),
+        ("POST", "/health", 405, "/health takes GET, not POST"),
+        ("GET", "/missing.js", 404, "GET /missing.js is not served here"),
+    ):
+        found = httpx.request(method, f"{live.url}{path}")
+        assert (found.status_code, found.json()["error"]["message"]) == (status, says)
+
+
+def test_a_body_without_its_content_type_is_told(live):
+    found = httpx.post(f"{live.url}/v1/completions", content=b'{"prompt": "x"}')
+    assert found.status_code == 400
+    assert "Content-Type: application/json" in found.json()["error"]["message"]
+
+
+def test_images_are_refused_by_name(live):
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    status, error = refused(live, {"messages": [{"role": "user", "content": [part]}]})
+    assert status == 400
+    assert "images are not served" in error["message"]
 
 
 def test_refused_requests_leave_nothing_behind(live):

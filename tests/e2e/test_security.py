@@ -98,5 +98,8 @@ def test_keys_are_read_from_a_file_and_short_ones_refused(tmp_path):
     file.write_text("# nothing\n")
     with pytest.raises(ConfigError, match="holds no key"):
         read_keys(file)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=f"{tmp_path}/missing cannot be read: No such file"):
         read_keys(tmp_path / "missing")
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="it is not UTF-8"):
+        read_keys(file)

@@ -118,7 +118,8 @@ def measured_cost(
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError):
         pass
     if progress is not None:
-        progress("measuring what forwards of different widths cost here, once")
+        kept = ": not kept, since this machine is busy" if is_busy() else ", once"
+        progress(f"measuring what forwards of different widths cost here{kept}")
     cost = measure(target)
     # Times of a busy machine would mislead every later start; this one corrects itself by what is accepted.
     if is_kept and not is_busy():

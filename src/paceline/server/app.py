@@ -270,13 +270,26 @@ def _add_errors(app: FastAPI) -> None:
         return answer(_first_problem(error))
 
     @app.exception_handler(HTTPException)
-    async def http_error(_: Request, error: HTTPException) -> Response:
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        if error.status_code in (404, 405):
+            return answer(_not_served(request))
         return answer(ApiError(error.status_code, str(error.detail), headers=error.headers or {}))
 
     @app.exception_handler(Exception)
     async def failure(_: Request, error: Exception) -> Response:
         LOGGER.error("a request failed", exc_info=error)
         return answer(ApiError(500, "the server failed: see its log", kind="server_error"))
+
+
+def _not_served(request: Request) -> ApiError:
+    """A path that there is not, or not for this method (the page, at /, would take any path for GET)."""
+    path, method = request.url.path[:80], request.method
+    for route in request.app.routes:
+        methods = getattr(route, "methods", None)
+        if methods and getattr(route, "path", None) == path:
+            allowed = ", ".join(sorted(methods))
+            return ApiError(405, f"{path} takes {allowed}, not {method}", headers={"Allow": allowed})
+    return ApiError(404, f"{method} {path} is not served here")
 
 
 def _first_problem(error: RequestValidationError) -> ApiError:
@@ -290,6 +303,12 @@ def _first_problem(error: RequestValidationError) -> ApiError:
     if (problem["type"] in {"json_invalid", "missing"} and not place) or problem["type"] == "json_invalid":
         return bad_request(
             f"the body is not valid JSON: {problem.get('ctx', {}).get('error', problem['msg'])}"
+        )
+    if not place and isinstance(problem.get("input"), bytes | str):
+        return bad_request("the body is not read as JSON: send the header Content-Type: application/json")
+    if place.startswith("messages.") and ".content" in place and "image_url" in str(problem.get("input")):
+        return bad_request(
+            f"{place.removesuffix('.str')}: images (image_url) are not served, only text", param="messages"
         )
     value = "" if problem["type"] == "missing" else f" (it is {str(problem.get('input'))[:80]!r})"
     return bad_request(f"{place or 'the body'}: {problem['msg']}{value}", param=place or None)

@@ -25,15 +25,17 @@ def read_keys(path: Path) -> tuple[bytes, ...]:
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-key-file {path.name} cannot be read: {error.__class__.__name__}") from None
+    except OSError as error:
+        raise ConfigError(f"--api-key-file {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--api-key-file {path} cannot be read: it is not UTF-8") from None
     keys = [key for line in lines if (key := line.strip()) and not key.startswith("#")]
     if not keys:
-        raise ConfigError(f"--api-key-file {path.name} holds no key: write one a line")
+        raise ConfigError(f"--api-key-file {path} holds no key: write one a line")
     short = next((key for key in keys if len(key) < LEAST_KEY_LEN), None)
     if short is not None:
         raise ConfigError(
-            f"--api-key-file {path.name} holds a key of {len(short)} characters: at least {LEAST_KEY_LEN} "
+            f"--api-key-file {path} holds a key of {len(short)} characters: at least {LEAST_KEY_LEN} "
             "are needed"
         )
     return tuple(key.encode() for key in keys)
