@@ -201,7 +201,7 @@ def test_images_are_refused_by_name(live):
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     status, error = refused(live, {"messages": [{"role": "user", "content": [part]}]})
     assert status == 400
-    assert "images are not served" in error["message"]
+    assert "images (image_url) are not served" in error["message"]
 
 
 def test_refused_requests_leave_nothing_behind(live):
