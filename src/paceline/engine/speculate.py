@@ -263,7 +263,7 @@ class SpeculativeEngine:
             # Those that decode beside it take their share.
             share = num_prompt_tokens / timing.num_rows
             self.pace.observe(num_prompt_tokens, share * (perf_counter() - started))
-        if any(map(self._can_draft, complete)):
+        if any(map(self._can_draft, accepted)):
             self.budget.observe([trees[s] for s in accepted], list(accepted.values()), timing)
         return [RoundOutcome(s, trees[s], result, timing) for s, result in accepted.items()]
 

@@ -21,8 +21,10 @@ from transformers import PreTrainedTokenizerFast
 
 from paceline.drafters.none import NoDrafter
 from paceline.drafters.prompt_lookup import PromptLookupDrafter
+from paceline.engine.forward_cost import ForwardCost
 from paceline.engine.generator import Generator
 from paceline.engine.grammar import GrammarTokenizer
+from paceline.engine.node_budget import AdaptiveBudget
 from paceline.engine.processors import build_processors, needs_processing
 from paceline.engine.speculate import SpeculativeEngine
 from paceline.errors import MissingDependencyError, RequestError, UnsupportedFeatureError
@@ -529,6 +531,20 @@ class TestFailure:
         assert emitted[other] == other.output_ids == script
         assert emitted[failing] == failing.output_ids
         assert not target.cache
+
+    def test_a_round_of_which_nothing_is_left_is_not_judged(self):
+        script = [*ids_of('{"a": [1]}'), EOS]
+        target = StubTarget(scripted_law([7], script, V), V)
+        budget = AdaptiveBudget(ForwardCost((1, 2, 64), (0.02, 0.02, 0.03)), pads=True)
+        drafter = ReplayDrafter({(7,): script}, 2, vocab_size=V)
+        engine = SpeculativeEngine(target, drafter, num_speculative_tokens=budget, grammars=GRAMMAR_TOKENIZER)
+        failing = self.sequence(Grammar.json_object())
+        engine.submit(failing)
+        while engine.has_work:
+            budget._window.num_rounds = 9  # as after a while
+            budget._pause = 0
+            engine.round()
+        assert "cannot be followed" in str(failing.error)
 
     def test_the_reader_gets_the_error_and_other_readers_their_text(self):
         script = [*ids_of('{"a": [1]}'), EOS]
